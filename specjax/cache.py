@@ -1,0 +1,111 @@
+"""The KV cache: written at each row's own length, rolled back by a smaller length.
+
+A forward pass only reads the cache, and `append` is its only writer. Tokens beyond `lengths` may be
+garbage: the next append overwrites them and no query ever sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specjax.types import Block, Cache, Forward, Model, PyTree
+
+__all__ = ["append", "prefill", "truncate"]
+
+
+def append(cache: Cache, block: Block, lengths: Array) -> Cache:
+    """Writes a block after each row's tokens.
+
+    Args:
+      cache: its slots must hold `cache.lengths + T` tokens in every row, kept or not.
+      block: T tokens a row.
+      lengths: `[B]` int32, the new lengths: how much of the block is kept.
+
+    Returns:
+      The cache with the block at `[lengths, lengths + T)` of the old lengths.
+    """
+    start = cache.lengths
+
+    def write(slots: Array, new: Array) -> Array:
+        if start.shape[0] == 1:
+            return jax.lax.dynamic_update_slice_in_dim(slots, new, start[0], axis=2)
+        return jax.vmap(
+            lambda row, part, at: jax.lax.dynamic_update_slice_in_dim(row, part, at, axis=1)
+        )(slots, new, start)
+
+    keys, values = jax.tree.map(
+        write, (cache.keys, cache.values), (block.keys, block.values)
+    )
+    return Cache(keys=keys, values=values, lengths=lengths)
+
+
+def truncate(cache: Cache, lengths: Array) -> Cache:
+    """Rolls rows back to at most `lengths [B]` tokens."""
+    return Cache(
+        keys=cache.keys, values=cache.values, lengths=jnp.minimum(cache.lengths, lengths)
+    )
+
+
+def prefill(
+    model: Model,
+    weights: PyTree,
+    cache: Cache,
+    tokens: Array,
+    lengths: Array,
+    *,
+    chunk: int,
+    features: tuple[int, ...] = (),
+    constrain: Callable[[Cache], Cache] = lambda cache: cache,
+) -> tuple[Cache, tuple[Array, ...]]:
+    """Reads prompts into an empty cache, `chunk` tokens of every row at a time.
+
+    All rows advance together, so that a chunk is one write at one offset; chunks beyond the
+    longest prompt are not run.
+
+    Args:
+      cache: empty, with at least P slots.
+      tokens: `[B, P]` int32, P a multiple of `chunk`.
+      lengths: `[B]` int32, tokens to read of each row; may be 0.
+      chunk: C tokens a pass.
+      features: layers whose states are wanted.
+      constrain: applied to the cache after each write (sharding).
+
+    Returns:
+      The cache with `lengths` tokens a row, and features `[B, P, E]`, zero where nothing was read.
+    """
+    batch, total = tokens.shape
+    causal = jnp.tril(jnp.ones((1, chunk, chunk), bool))
+    chunks = (jnp.max(lengths) + chunk - 1) // chunk
+
+    def run(start: Array, cache: Cache) -> Forward:
+        part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
+        positions = jnp.broadcast_to((start + jnp.arange(chunk))[None, :], (batch, chunk))
+        filled = jnp.broadcast_to(start, (batch,)).astype(jnp.int32)
+        read = Cache(keys=cache.keys, values=cache.values, lengths=filled)
+        return model.forward(weights, part, positions, read, causal, features)
+
+    def body(i: Array, carry):
+        cache, kept = carry
+        start = i * chunk
+        out = run(start, cache)
+
+        def write(slots: Array, new: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(slots, new, start, axis=2)
+
+        keys, values = jax.tree.map(
+            write, (cache.keys, cache.values), (out.block.keys, out.block.values)
+        )
+        kept = tuple(
+            jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
+            for old, new in zip(kept, out.features, strict=True)
+        )
+        return constrain(Cache(keys=keys, values=values, lengths=cache.lengths)), kept
+
+    shapes = jax.eval_shape(run, jnp.int32(0), cache).features
+    kept = tuple(jnp.zeros((batch, total, s.shape[-1]), s.dtype) for s in shapes)
+    cache, kept = jax.lax.fori_loop(0, chunks, body, (cache, kept))
+    return Cache(keys=cache.keys, values=cache.values, lengths=lengths), kept

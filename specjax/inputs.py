@@ -1,0 +1,283 @@
+"""What callers pass, checked and packed into arrays of bucketed shape.
+
+Everything here runs on the host before any compilation. Traced arguments (a caller's own `jax.jit`)
+are checked by shape and used at the size that they have.
+"""
+
+from __future__ import annotations
+
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from specjax import sampling as sampling_lib
+from specjax.sampling import Sampling
+from specjax.types import Params, record
+
+__all__ = ["Prepared", "Request", "prepare"]
+
+_MIN_PROMPT, _MIN_OUTPUT, _SLOT_STEP, _CHUNK, _EOS_STEP = 16, 16, 64, 128, 4
+
+
+@record
+class Request:
+    """What stays the same while a batch is decoded."""
+
+    keys: Array  # [B] keys
+    sampling: Sampling  # fields [B]
+    eos_ids: Array  # [n] int32, padded with -1
+    prompt_lengths: Array  # [B] int32
+    limits: Array  # [B] int32: no more committed tokens than this, prompt included
+    max_new_tokens: Array  # [] int32
+    active: Array  # [B] bool; False: a row that only fills the bucket
+
+
+class Prepared(NamedTuple):
+    """A request in its bucket."""
+
+    request: Request
+    prompt: Any  # [B, P] int32
+    rows: int  # rows that the caller asked for; the others are padding
+    slots: int  # S
+    chunk: int  # C
+    width: int  # tokens of the output buffer
+
+
+def _traced(*trees: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
+
+
+def _bucket(n: int, least: int) -> int:
+    """The next power of two."""
+    return max(least, 1 << max(n - 1, 0).bit_length())
+
+
+def round_up(n: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-n // step) * step
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _positive(name: str, value: Any) -> int:
+    if not _is_int(value) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    return int(value)
+
+
+def _rows(prompt: Any, prompt_lengths: Any, vocab_size: int) -> list[np.ndarray]:
+    """The prompt as one int array a row."""
+    if isinstance(prompt, str):
+        raise ValueError(
+            "prompt is text; decode takes token ids. Use specjax.generate(params, text), or "
+            "params.tokenizer.encode(text)"
+        )
+    if hasattr(prompt, "ndim"):
+        array = np.asarray(prompt)
+        if array.ndim not in (1, 2):
+            raise ValueError(f"prompt must be [T] or [B, T], got shape {array.shape}")
+        rows = [array] if array.ndim == 1 else list(array)
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
+        nested = [hasattr(row, "__len__") for row in prompt]
+        if any(nested) and not all(nested):
+            raise ValueError("prompt mixes token ids and rows of token ids; pass one or the other")
+        rows = [np.asarray(r) for r in (prompt if any(nested) else [prompt])]
+    else:
+        raise ValueError(
+            f"prompt must be an int array [T] or [B, T], or lists of token ids, got {type(prompt)}"
+        )
+    if not rows:
+        raise ValueError("prompt has no rows; pass at least one token")
+    if prompt_lengths is not None:
+        lengths = np.atleast_1d(np.asarray(prompt_lengths))
+        if lengths.shape != (len(rows),) or lengths.dtype.kind not in "iu":
+            raise ValueError(
+                f"prompt_lengths must be one integer a row ({len(rows)}), got {prompt_lengths!r}"
+            )
+        for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+            if not 1 <= n <= row.size:
+                raise ValueError(
+                    f"prompt_lengths[{i}] must be between 1 and {row.size}, got {n}"
+                )
+        rows = [row[:n] for row, n in zip(rows, lengths, strict=True)]
+    for i, row in enumerate(rows):
+        if row.ndim != 1:
+            raise ValueError(f"prompt row {i} must be a flat list of token ids, got shape {row.shape}")
+        if row.size == 0:
+            raise ValueError(
+                f"prompt row {i} is empty; pass at least one token (e.g. the bos token)"
+            )
+        if row.dtype.kind not in "iu":
+            raise ValueError(f"prompt row {i} must hold integer token ids, got {row.dtype}")
+        low, high = int(row.min()), int(row.max())
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(
+                f"prompt row {i} holds token id {bad}, outside the model's vocabulary "
+                f"0..{vocab_size - 1}; was it made by another tokenizer?"
+            )
+    return rows
+
+
+def _eos(eos_ids: Any, params: Params) -> np.ndarray:
+    ids = params.eos_ids if eos_ids is None else eos_ids
+    ids = np.atleast_1d(np.asarray(ids if np.size(ids) else np.zeros(0, np.int32)))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(f"eos_ids must be an integer or a list of them, got {eos_ids!r}")
+    if ids.size and not (0 <= ids.min() and ids.max() < params.model.vocab_size):
+        raise ValueError(
+            f"eos_ids must lie in the vocabulary 0..{params.model.vocab_size - 1}, got {ids.tolist()}"
+        )
+    padded = np.full(max(_EOS_STEP, round_up(ids.size, _EOS_STEP)), -1, np.int32)
+    padded[: ids.size] = ids
+    return padded
+
+
+def _keys(key: Any, rows: int, batch: int, greedy: bool) -> Array:
+    """One key, or one a row padded to the bucket."""
+    if key is None:
+        # Greedy rows toss no coin that matters; others must differ from call to call.
+        return jax.random.key(0 if greedy else secrets.randbits(31))
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise ValueError(
+            f"key must be made by jax.random.key(seed) (or be one such key a row), "
+            f"got {getattr(key, 'dtype', type(key))}"
+        )
+    if key.ndim == 0:
+        return key
+    if key.shape != (rows,):
+        raise ValueError(f"key must be one key, or one a row ({rows}), got shape {key.shape}")
+    if isinstance(key, jax.core.Tracer) or batch == rows:
+        return key
+    data = np.asarray(jax.random.key_data(key))
+    data = np.concatenate([data, np.zeros((batch - rows, *data.shape[1:]), data.dtype)])
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+
+
+def _room(params: Params, longest: int, needed: int, max_len: Any) -> int:
+    """max_len: how many tokens a row may come to hold."""
+    context = params.model.max_position
+    if max_len is None:
+        max_len = min(needed, context)
+        if longest > max_len:
+            raise ValueError(
+                f"prompt has {longest} tokens, but the model's context length is {context}; "
+                "shorten the prompt"
+            )
+        return max_len
+    max_len = _positive("max_len", max_len)
+    if max_len > context:
+        raise ValueError(f"max_len is {max_len}, but the model's context length is {context}")
+    if longest > max_len:
+        raise ValueError(
+            f"prompt has {longest} tokens, more than max_len={max_len}; shorten the prompt or "
+            "raise max_len"
+        )
+    return max_len
+
+
+def prepare(
+    params: Params,
+    prompt: Any,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    key: Any,
+    eos_ids: Any,
+    max_len: int | None,
+    prompt_lengths: Any,
+    mesh: Mesh | None,
+) -> Prepared:
+    """Checks the arguments of `specjax.decode` and packs them.
+
+    Raises:
+      ValueError: naming the argument, what came, what was wanted and the fix.
+    """
+    if not isinstance(params, Params):
+        raise ValueError(f"params must come from specjax.load, got {type(params)}")
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling must be a specjax.Sampling, got {type(sampling)}")
+    max_new_tokens = _positive("max_new_tokens", max_new_tokens)
+    traced = _traced(prompt, prompt_lengths, sampling, key, eos_ids)
+
+    if _traced(prompt, prompt_lengths):
+        if prompt.ndim not in (1, 2) or prompt.shape[-1] == 0:
+            raise ValueError(f"a traced prompt must be [T] or [B, T], got shape {prompt.shape}")
+        packed = jnp.atleast_2d(prompt)
+        rows, longest = packed.shape
+        batch, width_p = rows, longest
+        lengths = jnp.full(rows, longest, jnp.int32) if prompt_lengths is None else prompt_lengths
+        lengths = jnp.asarray(lengths, jnp.int32)
+        if lengths.shape != (rows,):
+            raise ValueError(
+                f"prompt_lengths must have one value a row ({rows}), got shape {lengths.shape}"
+            )
+        active = jnp.ones(rows, bool)
+    else:
+        row_list = _rows(prompt, prompt_lengths, params.model.vocab_size)
+        rows = len(row_list)
+        longest = max(row.size for row in row_list)
+        step = mesh.shape.get("data", 1) if mesh is not None and rows > 1 else 1
+        batch = round_up(_bucket(rows, 1), step)
+        width_p = _bucket(longest, _MIN_PROMPT)
+        packed = np.zeros((batch, width_p), np.int32)
+        lengths = np.ones(batch, np.int32)
+        for i, row in enumerate(row_list):
+            packed[i, : row.size], lengths[i] = row, row.size
+        active = np.arange(batch) < rows
+
+    sampling_lib.check_sampling(sampling, rows)
+    greedy = not _traced(sampling) and not np.any(np.asarray(sampling.temperature) > 0)
+    if key is None and not greedy and traced:
+        raise ValueError("key is needed to sample inside jax.jit; pass key=jax.random.key(seed)")
+
+    width = max_new_tokens if traced else _bucket(max_new_tokens, _MIN_OUTPUT)
+    capacity = _room(params, longest, longest + max_new_tokens, max_len)
+    size = min(width_p + width, params.model.max_position) if max_len is None else capacity
+    chunk = min(width_p, _CHUNK)
+    slots = max(max(size, capacity) + params.drafter.nodes + 1, round_up(width_p, chunk))
+
+    xp = jnp if traced else np
+    request = Request(
+        keys=_keys(key, rows, batch, greedy),
+        sampling=_per_row(sampling, rows, batch, xp),
+        eos_ids=_eos(eos_ids, params) if not _traced(eos_ids) else jnp.atleast_1d(eos_ids),
+        prompt_lengths=lengths,
+        limits=xp.where(active, xp.minimum(lengths + max_new_tokens, capacity), lengths).astype(
+            np.int32
+        ),
+        max_new_tokens=np.int32(max_new_tokens),
+        active=active,
+    )
+    return Prepared(
+        request=request,
+        prompt=packed,
+        rows=rows,
+        slots=round_up(slots, _SLOT_STEP),
+        chunk=chunk,
+        width=width,
+    )
+
+
+def _per_row(sampling: Sampling, rows: int, batch: int, xp: Any) -> Sampling:
+    """Every field as one value a row, so that scalars and rows share a compiled program."""
+
+    def spread(value: Any, dtype: Any) -> Any:
+        value = xp.asarray(value, dtype)
+        if value.ndim == 0:
+            return xp.broadcast_to(value, (batch,))
+        return xp.pad(value, (0, batch - rows))
+
+    return Sampling(
+        temperature=spread(sampling.temperature, np.float32),
+        ignore_eos=spread(sampling.ignore_eos, bool),
+    )

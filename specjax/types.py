@@ -1,0 +1,334 @@
+"""The records that cross the boundaries between drafting, verifying, accepting and committing.
+
+Axes: B rows, K draft depth, N drafted nodes, M = N + 1 verified nodes (node 0 is the root: the last
+committed token, whose keys and values are not in the cache yet), T query positions, S cache slots,
+L layers, G key/value heads, D head size, E model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar, dataclass_transform
+
+import chex
+import jax
+from jax import Array
+
+__all__ = [
+    "Block",
+    "Cache",
+    "Context",
+    "DecodeResult",
+    "Drafter",
+    "Forward",
+    "Model",
+    "Outcome",
+    "Params",
+    "Prefill",
+    "Proposal",
+    "Scores",
+    "Stats",
+    "Status",
+    "Verdict",
+    "check_block",
+    "check_proposal",
+    "check_scores",
+    "check_verdict",
+    "record",
+    "static",
+]
+
+PyTree = Any
+_T = TypeVar("_T")
+
+
+def static(**options: Any) -> Any:
+    """A field that is part of the tree's structure, hence hashable and never traced."""
+    return dataclasses.field(metadata={"static": True}, **options)
+
+
+@dataclass_transform(
+    kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(static,)
+)
+def record(cls: type[_T]) -> type[_T]:
+    """Makes a frozen, keyword-only dataclass that is a JAX pytree.
+
+    Example:
+      >>> @record
+      ... class Point:
+      ...     x: int
+      ...     label: str = static(default="")
+      >>> jax.tree.map(lambda v: v + 1, Point(x=1)).x
+      2
+    """
+    return jax.tree_util.register_dataclass(
+        dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+    )
+
+
+class Status(enum.IntEnum):
+    """Why a row stopped (`RUNNING` while it has not)."""
+
+    RUNNING = 0
+    EOS = 1  # an end-of-sequence token was emitted
+    STOP = 2  # a stop sequence was emitted
+    LENGTH = 3  # max_new_tokens were emitted
+    CACHE_FULL = 4  # prompt and output reached max_len
+    NONFINITE = 5  # the target's logits held NaN or +inf for this row
+
+
+# --- the target, or any model that can be run over a cache -----------------------------------
+
+
+@record
+class Cache:
+    """Keys and values of committed tokens. Slots at or beyond `lengths` hold no meaning."""
+
+    keys: tuple[Array, ...]  # L x [B, G, S, D]
+    values: tuple[Array, ...]  # L x [B, G, S, D]
+    lengths: Array  # [B] int32, tokens held
+
+    @property
+    def slots(self) -> int:
+        """S, the tokens that fit in a row."""
+        return self.keys[0].shape[2]
+
+
+@record
+class Block:
+    """Keys and values of the T tokens of one forward pass, not (yet) in the cache."""
+
+    keys: tuple[Array, ...]  # L x [B, G, T, D]
+    values: tuple[Array, ...]  # L x [B, G, T, D]
+
+
+@record
+class Forward:
+    """What one pass over T tokens gives."""
+
+    hidden: Array  # [B, T, E] after the final norm
+    features: tuple[Array, ...]  # one [B, T, E] a requested layer
+    block: Block
+
+
+class ForwardFn(Protocol):
+    """`features` i asks for the input of layer i (0: the embedding, L: after the final norm)."""
+
+    def __call__(
+        self,
+        weights: PyTree,
+        tokens: Array,  # [B, T] int32
+        positions: Array,  # [B, T] int32
+        cache: Cache,  # read only
+        mask: Array,  # [1 or B, T, T] bool: query t sees token u of the same block
+        features: tuple[int, ...] = (),
+    ) -> Forward: ...
+
+
+class UnembedFn(Protocol):
+    """Hidden states `[..., E]` to logits `[..., V]` float32."""
+
+    def __call__(self, weights: PyTree, hidden: Array) -> Array: ...
+
+
+class InitCacheFn(Protocol):
+    """An empty cache with `slots` slots a row, in the dtype of the weights."""
+
+    def __call__(self, weights: PyTree, batch: int, slots: int) -> Cache: ...
+
+
+class Model(NamedTuple):
+    """A causal language model as pure functions over its weights."""
+
+    forward: ForwardFn
+    unembed: UnembedFn
+    init_cache: InitCacheFn
+    vocab_size: int
+    max_position: int
+    logical_axes: Hashable  # ((path, (axis name, ...)), ...) of every weight
+    config: Hashable = None
+
+
+# --- drafts ----------------------------------------------------------------------------------
+
+
+@record
+class Proposal:
+    """A drafted tree of N nodes. Children come after their parents; a chain is a tree."""
+
+    tokens: Array  # [B, N] int32
+    parents: Array  # [N] or [B, N] int32; 0 is the root, j the j-th drafted node
+    probs: Array | None  # [B, N, V] float32: the law q each token was drawn from; None: one-hot
+    valid: Array  # [B, N] bool; a draft shorter than N is a mask, not a shape
+    candidate: Array  # [B, N] bool; False: verified for its scores, never accepted
+    confidence: Array | None = None  # [B, N] float32
+
+
+@record
+class Context:
+    """What a drafter may see of the rows it drafts for."""
+
+    tokens: Array  # [B, S] int32: prompt and output; meaningless at or beyond lengths
+    lengths: Array  # [B] int32: committed tokens, the root included
+    sampling: Any  # specjax.Sampling
+    active: Array  # [B] bool: rows that still run
+
+
+@record
+class Prefill:
+    """The prompt, as the target has read it (all but the last token of each row)."""
+
+    tokens: Array  # [B, P] int32, P a multiple of `chunk`
+    lengths: Array  # [B] int32, the last token included
+    features: tuple[Array, ...]  # [B, P, E] for each layer that the drafter asks for
+    slots: int = static()  # cache slots that a drafter with a cache of its own should have
+    chunk: int = static()  # tokens to read in one pass
+
+
+@record
+class Outcome:
+    """What became of a proposal, for the drafter to learn from."""
+
+    tokens: Array  # [B, S] int32: as in Context, the new tokens included
+    lengths: Array  # [B] int32: committed tokens after the round
+    path: Array  # [B, K + 1] int32: accepted nodes, root first; meaningless beyond `accepted`
+    accepted: Array  # [B] int32: drafted nodes accepted
+    scores: Scores
+
+
+class InitFn(Protocol):
+    """State of a drafter, once the target has read the prompt."""
+
+    def __call__(self, params: Params, prefill: Prefill) -> PyTree: ...
+
+
+class DraftFn(Protocol):
+    """Guesses up to N nodes. `key` is one key a row; draws are a function of (key, position)."""
+
+    def __call__(
+        self, params: Params, key: Array, state: PyTree, context: Context
+    ) -> tuple[Proposal, PyTree]: ...
+
+
+class UpdateFn(Protocol):
+    """Learns what was accepted and rolls back the rest."""
+
+    def __call__(self, params: Params, state: PyTree, outcome: Outcome) -> PyTree: ...
+
+
+class Drafter(NamedTuple):
+    """A way of guessing, as a record of pure functions. Made by a cached factory."""
+
+    init: InitFn
+    draft: DraftFn
+    update: UpdateFn
+    name: str
+    depth: int  # K: the longest path that a round can accept
+    nodes: int  # N
+    features: tuple[int, ...] = ()  # target layers whose states `init` and `update` want
+
+
+# --- verification ----------------------------------------------------------------------------
+
+
+@record
+class Scores:
+    """The target's view of the root and of every drafted node."""
+
+    logits: Array  # [B, M, V] float32: what follows node m
+    hidden: Array  # [B, M, E]
+    features: tuple[Array, ...]  # [B, M, E] for each layer that the drafter asks for
+    block: Block  # T = M
+
+
+@record
+class Verdict:
+    """Which path was accepted and what follows it."""
+
+    accepted: Array  # [B] int32, 0..K drafted nodes
+    path: Array  # [B, K + 1] int32 nodes, root first; meaningless beyond `accepted`
+    tokens: Array  # [B, K + 1] int32: accepted drafts, then the resampled or bonus token
+    finite: Array  # [B] bool: False where the target's law was not a distribution
+
+
+@record
+class Stats:
+    """Counters, kept beside the state that decoding needs."""
+
+    rounds: Array  # [B] int32
+    histogram: Array  # [B, K + 1] int32: rounds that accepted 0..K drafts
+    proposed: Array  # [B, K] int32: rounds whose draft reached depth 1..K
+    accepted: Array  # [B, K] int32: rounds that accepted depth 1..K
+
+
+@record
+class DecodeResult:
+    """What `specjax.decode` returns."""
+
+    tokens: Array  # [B, max_new_tokens] int32, padded with pad_id after the end
+    lengths: Array  # [B] int32: tokens emitted, an end token included
+    status: Array  # [B] int32, a `Status`
+    stats: Stats
+
+
+@record
+class Params:
+    """Weights and the functions that use them: what `specjax.load` returns."""
+
+    target: PyTree  # weights of the target model
+    draft: PyTree = None  # weights of the drafter, if it has any
+    model: Model = static()
+    drafter: Drafter = static()
+    tokenizer: Hashable = static(default=None)
+    eos_ids: tuple[int, ...] = static(default=())
+    pad_id: int = static(default=0)
+    name: str = static(default="")
+
+    def replace(self, **changes: Any) -> Params:
+        """A copy with some fields changed, e.g. another `drafter`."""
+        return dataclasses.replace(self, **changes)
+
+
+# --- checks: run at trace time, free at run time -----------------------------------------------
+
+
+def _shape(array: Array, names: str, dims: Mapping[str, int]) -> None:
+    chex.assert_shape(array, tuple(dims[name] for name in names))
+
+
+def check_block(x: Block, dims: Mapping[str, int]) -> None:
+    """Asserts shapes of a `Block`; `dims` needs L, B, G, T, D."""
+    for layers in (x.keys, x.values):
+        chex.assert_equal(len(layers), dims["L"])
+        for array in layers:
+            _shape(array, "BGTD", dims)
+
+
+def check_proposal(x: Proposal, dims: Mapping[str, int]) -> None:
+    """Asserts shapes and dtypes of a `Proposal`; `dims` needs B, N, V."""
+    for array in (x.tokens, x.valid, x.candidate):
+        _shape(array, "BN", dims)
+    _shape(x.parents, "N" if x.parents.ndim == 1 else "BN", dims)
+    chex.assert_type([x.tokens, x.parents, x.valid, x.candidate], ["int32", "int32", bool, bool])
+    if x.probs is not None:
+        _shape(x.probs, "BNV", dims)
+        chex.assert_type(x.probs, "float32")
+    if x.confidence is not None:
+        _shape(x.confidence, "BN", dims)
+
+
+def check_scores(x: Scores, dims: Mapping[str, int]) -> None:
+    """Asserts shapes and dtypes of `Scores`; `dims` needs B, M, V."""
+    _shape(x.logits, "BMV", dims)
+    chex.assert_type(x.logits, "float32")
+    chex.assert_equal(x.hidden.shape[:2], (dims["B"], dims["M"]))
+
+
+def check_verdict(x: Verdict, dims: Mapping[str, int]) -> None:
+    """Asserts shapes and dtypes of a `Verdict`; `dims` needs B and P = K + 1."""
+    _shape(x.accepted, "B", dims)
+    for array in (x.path, x.tokens):
+        _shape(array, "BP", dims)
+    chex.assert_type([x.accepted, x.path, x.tokens, x.finite], ["int32", "int32", "int32", bool])
