@@ -48,7 +48,7 @@ def matmul(x: Array, weight: Array) -> Array:
 class Linear(nnx.Module):
     """An affine map with its weight stored [out, in]."""
 
-    def __init__(self, axes: tuple[str, str], shape: tuple[int, int], bias: bool, rngs: nnx.Rngs):
+    def __init__(self, axes: tuple[Any, Any], shape: tuple[int, int], bias: bool, rngs: nnx.Rngs):
         scale = shape[1] ** -0.5
         self.weight = nnx.Param(
             scale * jax.random.normal(rngs.params(), shape, jnp.float32), logical_axes=axes
@@ -138,10 +138,11 @@ class Attention(nnx.Module):
         heads, groups = config.num_heads * size, config.num_kv_heads * size
         bias = config.attention_bias
         self.head_dim = size
-        self.q = Linear(("heads", "embed"), (heads, width), bias, rngs)
-        self.k = Linear(("kv_heads", "embed"), (groups, width), bias, rngs)
-        self.v = Linear(("kv_heads", "embed"), (groups, width), bias, rngs)
-        self.o = Linear(("embed", "heads"), (width, heads), bias, rngs)
+        # Only whole heads are split over devices.
+        self.q = Linear((("heads", size), "embed"), (heads, width), bias, rngs)
+        self.k = Linear((("kv_heads", size), "embed"), (groups, width), bias, rngs)
+        self.v = Linear((("kv_heads", size), "embed"), (groups, width), bias, rngs)
+        self.o = Linear(("embed", ("heads", size)), (width, heads), bias, rngs)
 
     def __call__(self, x, cos, sin, cache, lengths, mask) -> tuple[Array, tuple[Array, Array]]:
         """`x [B, T, E]` to `[B, T, E]`, and this block's keys and values `[B, G, T, D]`."""

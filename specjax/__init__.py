@@ -3,7 +3,9 @@
 from specjax.accept import accept_and_resample
 from specjax.decoding import decode, stream_tokens
 from specjax.draft import draft_step
+from specjax.loading import load
 from specjax.sampling import Sampling
+from specjax.text import generate, stream
 from specjax.types import (
     DecodeResult,
     Drafter,
@@ -32,6 +34,9 @@ __all__ = [
     "accept_and_resample",
     "decode",
     "draft_step",
+    "generate",
+    "load",
+    "stream",
     "stream_tokens",
     "verify_step",
 ]

@@ -37,17 +37,13 @@ def append(cache: Cache, block: Block, lengths: Array) -> Cache:
             lambda row, part, at: jax.lax.dynamic_update_slice_in_dim(row, part, at, axis=1)
         )(slots, new, start)
 
-    keys, values = jax.tree.map(
-        write, (cache.keys, cache.values), (block.keys, block.values)
-    )
+    keys, values = jax.tree.map(write, (cache.keys, cache.values), (block.keys, block.values))
     return Cache(keys=keys, values=values, lengths=lengths)
 
 
 def truncate(cache: Cache, lengths: Array) -> Cache:
     """Rolls rows back to at most `lengths [B]` tokens."""
-    return Cache(
-        keys=cache.keys, values=cache.values, lengths=jnp.minimum(cache.lengths, lengths)
-    )
+    return Cache(keys=cache.keys, values=cache.values, lengths=jnp.minimum(cache.lengths, lengths))
 
 
 def prefill(

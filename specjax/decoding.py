@@ -60,9 +60,7 @@ class DecodeState:
     draft: PyTree
 
 
-def start(
-    params: Params, request: Request, prompt: Array, plan: Plan
-) -> tuple[DecodeState, Stats]:
+def start(params: Params, request: Request, prompt: Array, plan: Plan) -> tuple[DecodeState, Stats]:
     """Reads the prompts: everything but each row's last token, which is the first root.
 
     Args:
@@ -156,9 +154,7 @@ def decode_round(
     return state, _count(stats, proposal, verdict, count, active)
 
 
-def _emitted(
-    request: Request, state: DecodeState, verdict: Verdict
-) -> tuple[Array, Array]:
+def _emitted(request: Request, state: DecodeState, verdict: Verdict) -> tuple[Array, Array]:
     """How many of the verdict's tokens each row emits, `[B]`, and its status afterwards.
 
     The first end token, the tokens still allowed and the room left each cut the block; an end token
@@ -200,8 +196,7 @@ def _count(
     ran = (active & (count > 0))[:, None]
     return Stats(
         rounds=stats.rounds + ran[:, 0],
-        histogram=stats.histogram
-        + (ran & (jnp.arange(depth + 1)[None, :] == accepted[:, None])),
+        histogram=stats.histogram + (ran & (jnp.arange(depth + 1)[None, :] == accepted[:, None])),
         proposed=stats.proposed + (ran & reached & (level <= judged[:, None])),
         accepted=stats.accepted + (ran & (level <= accepted[:, None])),
     )
@@ -267,9 +262,7 @@ def _start_program(
     return start(params, _with_row_keys(request), prompt, plan)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("plan", "width"), donate_argnames=("state", "stats")
-)
+@functools.partial(jax.jit, static_argnames=("plan", "width"), donate_argnames=("state", "stats"))
 def _advance_program(
     params: Params,
     request: Request,
@@ -323,7 +316,10 @@ def _job(
     )
     if mesh is not None:
         mesh = sharding.auto(mesh)
-        params = params.replace(target=sharding.place(params.model, params.target, mesh))
+        params = params.replace(
+            target=sharding.place(params.model, params.target, mesh),
+            draft=sharding.onto(params.draft, mesh),
+        )
     plan = Plan(
         acceptance=speculative_sampling() if acceptance is None else acceptance,
         slots=prepared.slots,

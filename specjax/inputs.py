@@ -6,7 +6,6 @@ are checked by shape and used at the size that they have.
 
 from __future__ import annotations
 
-
 import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -105,13 +104,13 @@ def _rows(prompt: Any, prompt_lengths: Any, vocab_size: int) -> list[np.ndarray]
             )
         for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
             if not 1 <= n <= row.size:
-                raise ValueError(
-                    f"prompt_lengths[{i}] must be between 1 and {row.size}, got {n}"
-                )
+                raise ValueError(f"prompt_lengths[{i}] must be between 1 and {row.size}, got {n}")
         rows = [row[:n] for row, n in zip(rows, lengths, strict=True)]
     for i, row in enumerate(rows):
         if row.ndim != 1:
-            raise ValueError(f"prompt row {i} must be a flat list of token ids, got shape {row.shape}")
+            raise ValueError(
+                f"prompt row {i} must be a flat list of token ids, got shape {row.shape}"
+            )
         if row.size == 0:
             raise ValueError(
                 f"prompt row {i} is empty; pass at least one token (e.g. the bos token)"
@@ -133,7 +132,7 @@ def _eos(eos_ids: Any, params: Params) -> np.ndarray:
     ids = np.atleast_1d(np.asarray(ids if np.size(ids) else np.zeros(0, np.int32)))
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"eos_ids must be an integer or a list of them, got {eos_ids!r}")
-    if ids.size and not (0 <= ids.min() and ids.max() < params.model.vocab_size):
+    if ids.size and not (ids.min() >= 0 and ids.max() < params.model.vocab_size):
         raise ValueError(
             f"eos_ids must lie in the vocabulary 0..{params.model.vocab_size - 1}, got {ids.tolist()}"
         )

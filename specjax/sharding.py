@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax.types import Cache, Model, PyTree
 
-__all__ = ["RULES", "auto", "constrain_cache", "constrain_rows", "mesh_of", "place", "spec"]
+__all__ = ["RULES", "auto", "constrain_cache", "constrain_rows", "mesh_of", "onto", "place", "spec"]
 
 # A logical axis is a name, or (name, unit): only whole units of so many elements are split,
 # e.g. ("kv_heads", D) for an axis of G * D elements.
@@ -82,6 +82,18 @@ def place(model: Model, weights: PyTree, mesh: Mesh) -> PyTree:
         return jax.device_put(leaf, NamedSharding(mesh, spec(names, leaf.shape, mesh)))
 
     return jax.tree_util.tree_map_with_path(put, weights)
+
+
+def onto(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Copies what does not lie on the mesh's devices to all of them."""
+
+    def put(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None and sharding.device_set == set(mesh.devices.flat):
+            return leaf
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(put, tree)
 
 
 def constrain_cache(cache: Cache, mesh: Mesh | None) -> Cache:

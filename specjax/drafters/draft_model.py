@@ -60,9 +60,7 @@ def draft_model(model: Model, num_speculative_tokens: int = 4) -> Drafter:
             held = cache.append(held, out.block, held.lengths + count)
             last = jnp.take_along_axis(out.hidden, count[:, None, None] - 1, axis=1)[:, 0]
             keys = sampling.at_positions(key, Purpose.DRAFT, position)
-            token, probs = sampling.sample(
-                keys, model.unembed(weights, last), context.sampling
-            )
+            token, probs = sampling.sample(keys, model.unembed(weights, last), context.sampling)
             return held, token, probs
 
         missing = context.lengths - held.lengths  # [B], 1 or 2

@@ -1,0 +1,167 @@
+"""Reading a target checkpoint of any format into one record of lazily read weights."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.checkpoints import registry
+from specjax.checkpoints.gguf_file import read_gguf
+from specjax.checkpoints.safetensors_folder import read_folder
+from specjax.checkpoints.tensors import StoredTensor, match
+from specjax.checkpoints.tokenizer import (
+    SpecialIds,
+    Tokenizer,
+    special_ids_from_folder,
+    special_ids_from_gguf,
+    tokenizer_from_folder,
+    tokenizer_from_gguf,
+)
+from specjax.models import families
+from specjax.models.config import DecoderConfig
+from specjax.models.family import Family
+
+__all__ = ["Checkpoint", "read"]
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint whose names and shapes are verified and whose weights are not read yet."""
+
+    name: str
+    path: Path
+    family: Family
+    config: DecoderConfig
+    weights: Mapping[str, Callable[[], np.ndarray]]  # parameter path -> reads one array
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]  # empty when the checkpoint declares none
+    pad_id: int
+
+
+def read(name_or_path: str | os.PathLike[str], dtype: Any = None) -> Checkpoint:
+    """Reads a checkpoint's headers, configuration and tokenizer.
+
+    Names and shapes of all tensors are verified here. Each entry of `weights` reads, decodes and
+    casts one tensor when it is called and keeps nothing, so a caller that places one before it
+    reads the next never holds a second copy.
+
+    Args:
+      name_or_path: a registry name, a Hugging Face checkpoint folder or a GGUF file.
+      dtype: of the weights. None keeps the stored type of a folder, and is float32 for a GGUF file.
+
+    Returns:
+      The record.
+
+    Raises:
+      FileNotFoundError: no such name or path, or a file of the checkpoint is missing.
+      ValueError: a damaged file, an unsupported architecture or setting, or a tensor that is
+        missing, has another shape or is not expected.
+
+    Example:
+      >>> checkpoint = read("smollm2-135m")
+      >>> checkpoint.weights["norm.scale"]().shape
+      (576,)
+    """
+    path = registry.resolve(name_or_path)
+    known = os.fspath(name_or_path) in registry.entries()
+    # A folder's name may have a point in it (Llama-3.1-8B), which is no suffix.
+    own = path.resolve().name if path.is_dir() else path.stem
+    name = os.fspath(name_or_path) if known else own
+    wanted = None if dtype is None else np.dtype(dtype)
+    return _read_folder(path, name, wanted) if path.is_dir() else _read_gguf(path, name, wanted)
+
+
+def _read_folder(path: Path, name: str, dtype: np.dtype | None) -> Checkpoint:
+    folder = read_folder(path)
+    try:
+        family = families.by_model_type(folder.config.get("model_type"))
+        config = family.config_from_hf(folder.config)
+    except ValueError as error:
+        raise ValueError(f"{path / 'config.json'}: {error}") from error
+    stored = match(
+        family.hf_names(config),
+        family.shapes(config),
+        folder.tensors,
+        functools.partial(_ignored, family.hf_ignored, config),
+        path,
+    )
+    weights = {key: functools.partial(_load, tensor, dtype) for key, tensor in stored.items()}
+    tokenizer = tokenizer_from_folder(path)
+    ids = special_ids_from_folder(path) if tokenizer is None else tokenizer.ids
+    return _checkpoint(path, name, family, config, weights, tokenizer, ids)
+
+
+def _read_gguf(path: Path, name: str, dtype: np.dtype | None) -> Checkpoint:
+    if path.suffix == ".safetensors":
+        raise ValueError(
+            f"{path}: is a safetensors file, which does not say what model it is. Give the folder "
+            "that has its config.json."
+        )
+    file = read_gguf(path)
+    try:
+        family = families.by_gguf_architecture(file.metadata.get("general.architecture"))
+        readers = {key: tensor.read for key, tensor in file.tensors.items()}
+        config = family.config_from_gguf(file.metadata, readers)
+        tokenizer = tokenizer_from_gguf(file.metadata)
+        ids = special_ids_from_gguf(file.metadata)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    stored = match(
+        family.gguf_names(config),
+        family.shapes(config),
+        file.tensors,
+        functools.partial(_ignored, family.gguf_ignored, config),
+        path,
+    )
+    weights = {
+        key: functools.partial(_load_gguf, tensor, key, family, config, dtype)
+        for key, tensor in stored.items()
+    }
+    return _checkpoint(path, name, family, config, weights, tokenizer, ids)
+
+
+def _checkpoint(
+    path: Path,
+    name: str,
+    family: Family,
+    config: DecoderConfig,
+    weights: Mapping[str, Callable[[], np.ndarray]],
+    tokenizer: Tokenizer | None,
+    ids: SpecialIds,
+) -> Checkpoint:
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens but the model has "
+            f"{config.vocab_size}. Take the tokenizer and the weights from the same release."
+        )
+    outside = [i for i in (*ids.eos, ids.pad) if i >= config.vocab_size]
+    if outside:
+        raise ValueError(
+            f"{path}: declares the end or padding token {outside[0]} but the model has "
+            f"{config.vocab_size} tokens. Correct generation_config.json or config.json."
+        )
+    return Checkpoint(
+        name, path, family, config, weights, tokenizer, eos_ids=ids.eos, pad_id=ids.pad
+    )
+
+
+def _ignored(
+    ignored: Callable[[str, DecoderConfig], bool], config: DecoderConfig, name: str
+) -> bool:
+    return ignored(name, config)
+
+
+def _load(tensor: StoredTensor, dtype: np.dtype | None) -> np.ndarray:
+    array = tensor.read()
+    return array if dtype is None else array.astype(dtype, copy=False)
+
+
+def _load_gguf(
+    tensor: StoredTensor, path: str, family: Family, config: DecoderConfig, dtype: np.dtype | None
+) -> np.ndarray:
+    array = np.ascontiguousarray(family.from_gguf(path, tensor.read(), config))
+    return array if dtype is None else array.astype(dtype, copy=False)

@@ -1,0 +1,99 @@
+"""A tensor that lies in a file: what its header says, and how to read it when it is wanted.
+
+Readers of all formats hand out `StoredTensor`; `match` pairs them with a model's parameters and
+complains about everything that does not fit before the first byte of a weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["StoredTensor", "match", "read_bytes"]
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a file; `read` reads and decodes it anew at each call."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str  # the format's own word for the storage type: "BF16", "Q4_1", ...
+    file: Path
+    read: Callable[[], np.ndarray]
+
+
+def match(
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, StoredTensor],
+    ignored: Callable[[str], bool],
+    source: Path,
+) -> dict[str, StoredTensor]:
+    """Pairs parameters with stored tensors; reads headers only.
+
+    Args:
+      names: parameter path -> tensor name.
+      shapes: parameter path -> wanted shape.
+      stored: tensor name -> tensor.
+      ignored: whether a tensor that no parameter asks for may be there.
+      source: the file or folder, for messages.
+
+    Returns:
+      Parameter path -> tensor, in the order of `names`.
+
+    Raises:
+      ValueError: a tensor is missing, has another shape, or is not expected.
+    """
+    missing = [name for name in names.values() if name not in stored]
+    if missing:
+        raise ValueError(
+            f"{source}: the tensor {missing[0]} is missing{_and_more(missing)}; wanted "
+            f"{len(names)} tensors. The checkpoint is incomplete or of another architecture: "
+            "download it again, or correct its configuration."
+        )
+    for path, name in names.items():
+        if stored[name].shape != shapes[path]:
+            raise ValueError(
+                f"{stored[name].file}: the tensor {name} has the shape {stored[name].shape}; its "
+                f"configuration wants {shapes[path]}. Correct the configuration, or take the file "
+                "that belongs to it."
+            )
+    known = set(names.values())
+    extra = [name for name in stored if name not in known and not ignored(name)]
+    if extra:
+        raise ValueError(
+            f"{stored[extra[0]].file}: the tensor {extra[0]} is not expected"
+            f"{_and_more(extra)}: this architecture and configuration would not use it. Correct "
+            "the configuration, or take a checkpoint of a supported architecture."
+        )
+    return {path: stored[name] for path, name in names.items()}
+
+
+def read_bytes(file: Path, offset: int, count: int) -> np.ndarray:
+    """Reads a range of a file into fresh memory, not a map, so that the file may change later.
+
+    Args:
+      file: the file.
+      offset: where the range starts, in bytes.
+      count: its length, in bytes.
+
+    Returns:
+      [count] uint8.
+
+    Raises:
+      ValueError: the file ends before the range does.
+    """
+    data = np.fromfile(file, dtype=np.uint8, count=count, offset=offset)
+    if data.size != count:
+        raise ValueError(
+            f"{file}: ends at byte {offset + data.size}, wanted {offset + count}. The file changed "
+            "while it was read: load it again."
+        )
+    return data
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

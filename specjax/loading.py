@@ -1,0 +1,212 @@
+"""Loading: a target and a drafter from names, folders and files, as one `Params`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from specjax import checkpoints, drafters, sharding
+from specjax.models.config import DecoderConfig
+from specjax.models.decoder import decoder_model, first_layers
+from specjax.types import Drafter, Model, Params, PyTree
+
+__all__ = ["METHODS", "default_dtype", "load"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class _Loaded(NamedTuple):
+    """A causal language model in device memory."""
+
+    model: Model
+    weights: PyTree
+    config: DecoderConfig
+    checkpoint: checkpoints.Checkpoint
+
+
+class _Target(NamedTuple):
+    """What a drafter may be built from."""
+
+    loaded: _Loaded
+    dtype: jnp.dtype
+    mesh: Mesh | None
+
+
+def default_dtype() -> str:
+    """float32 on a CPU, bfloat16 on an accelerator."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def load(
+    target: str | os.PathLike[str],
+    drafter: str | os.PathLike[str] | Drafter | Mapping[str, Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+) -> Params:
+    """Loads a model to decode with, and what drafts for it.
+
+    Args:
+      target: a registry name (`specjax models` lists them), a Hugging Face checkpoint folder, or a
+        GGUF file.
+      drafter: None for plain decoding; a method's name (`"ngram"`); a checkpoint, which becomes a
+        draft model; a `Drafter`; or a dict, e.g.
+        `{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}`,
+        `{"method": "draft_model", "model": "path/to/folder"}`,
+        `{"method": "draft_model", "draft_layers": 8}` (the target's own first layers).
+      mesh: devices to spread the weights over, with axes "data" and "model".
+      dtype: "float32", "bfloat16" or "float16"; default float32 on a CPU, else bfloat16.
+
+    Returns:
+      Weights, functions, tokenizer and special ids.
+
+    Raises:
+      FileNotFoundError: no such name or file.
+      ValueError: a bad argument, a damaged or unsupported checkpoint, or a draft that does not fit.
+
+    Example:
+      >>> params = load("smollm2-135m", drafter="ngram")
+      >>> params.drafter.name
+      'ngram'
+    """
+    name = default_dtype() if dtype is None else dtype
+    wanted = getattr(name, "__name__", None) or str(name)
+    if wanted not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    build = _builder(drafter)
+    if mesh is not None:
+        mesh = sharding.auto(mesh)
+    loaded = _read(target, jnp.dtype(wanted), mesh)
+    made, weights = build(_Target(loaded, jnp.dtype(wanted), mesh))
+    return Params(
+        target=loaded.weights,
+        draft=weights,
+        model=loaded.model,
+        drafter=made,
+        tokenizer=loaded.checkpoint.tokenizer,
+        eos_ids=loaded.checkpoint.eos_ids,
+        pad_id=loaded.checkpoint.pad_id,
+        name=loaded.checkpoint.name,
+    )
+
+
+def _read(source: str | os.PathLike[str], dtype: jnp.dtype, mesh: Mesh | None) -> _Loaded:
+    """Reads one tensor at a time and puts it where it belongs."""
+    checkpoint = checkpoints.read(source, dtype)
+    model = decoder_model(checkpoint.config)
+    axes = dict(model.logical_axes)
+    weights: dict[Any, Any] = {}
+    for dotted, read in checkpoint.weights.items():
+        path = tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
+        array = read()
+        if mesh is None:
+            leaf = jnp.asarray(array)
+        else:
+            where = NamedSharding(mesh, sharding.spec(axes[path], array.shape, mesh))
+            leaf = jax.device_put(array, where)
+        node = weights
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = leaf
+    return _Loaded(model, weights, checkpoint.config, checkpoint)
+
+
+# --- drafters --------------------------------------------------------------------------------
+
+_Build = Callable[[_Target], tuple[Drafter, PyTree]]
+
+
+def _plain() -> _Build:
+    return lambda target: (drafters.plain(), None)
+
+
+def _ngram(
+    *, num_speculative_tokens: int = 5, prompt_lookup_min: int = 1, prompt_lookup_max: int = 3
+) -> _Build:
+    made = drafters.ngram(
+        num_speculative_tokens,
+        prompt_lookup_min=prompt_lookup_min,
+        prompt_lookup_max=prompt_lookup_max,
+    )
+    return lambda target: (made, None)
+
+
+def _draft_model(
+    *,
+    model: str | os.PathLike[str] | None = None,
+    draft_layers: int | None = None,
+    num_speculative_tokens: int = 4,
+) -> _Build:
+    if (model is None) == (draft_layers is None):
+        raise ValueError(
+            'drafter "draft_model" needs one of "model" (a checkpoint) and "draft_layers" (how many '
+            f"of the target's first layers), got model={model!r}, draft_layers={draft_layers!r}"
+        )
+
+    def build(target: _Target) -> tuple[Drafter, PyTree]:
+        if draft_layers is not None:
+            config, weights = first_layers(
+                target.loaded.config, target.loaded.weights, draft_layers
+            )
+            return drafters.draft_model(decoder_model(config), num_speculative_tokens), weights
+        draft = _read(model, target.dtype, target.mesh)
+        _check_vocabulary(draft, target.loaded)
+        return drafters.draft_model(draft.model, num_speculative_tokens), draft.weights
+
+    return build
+
+
+METHODS: Mapping[str, Callable[..., _Build]] = {"ngram": _ngram, "draft_model": _draft_model}
+
+
+def _builder(drafter: Any) -> _Build:
+    """What makes the drafter, with its options checked, before the target is read."""
+    if drafter is None:
+        return _plain()
+    if isinstance(drafter, Drafter):
+        return lambda target: (drafter, None)
+    if isinstance(drafter, (str, os.PathLike)):
+        known = os.fspath(drafter) in METHODS
+        drafter = {"method": drafter} if known else {"method": "draft_model", "model": drafter}
+    if not isinstance(drafter, Mapping) or "method" not in drafter:
+        raise ValueError(
+            'drafter must be a name, a checkpoint, a Drafter, or a dict with a "method", '
+            f"got {drafter!r}"
+        )
+    options = dict(drafter)
+    method = options.pop("method")
+    if method not in METHODS:
+        raise ValueError(f"drafter method {method!r} is not known; known: {', '.join(METHODS)}")
+    make = METHODS[method]
+    known = set(inspect.signature(make).parameters)
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(
+            f"drafter method {method!r} has no option {', '.join(map(repr, unknown))}; "
+            f"it has: {', '.join(sorted(known))}"
+        )
+    return make(**options)
+
+
+def _check_vocabulary(draft: _Loaded, target: _Loaded) -> None:
+    ours, theirs = target.model.vocab_size, draft.model.vocab_size
+    where = f"the draft model {draft.checkpoint.name}"
+    if ours != theirs:
+        raise ValueError(
+            f"{where} has {theirs} tokens, the target {target.checkpoint.name} has {ours}; a draft "
+            "model needs the target's vocabulary. Use a draft of the same model family."
+        )
+    tokenizers = draft.checkpoint.tokenizer, target.checkpoint.tokenizer
+    if None in tokenizers or tokenizers[0] == tokenizers[1]:
+        return
+    if tokenizers[0].backend.get_vocab() != tokenizers[1].backend.get_vocab():
+        raise ValueError(
+            f"{where} numbers its tokens otherwise than the target {target.checkpoint.name}; a "
+            "draft model needs the target's vocabulary. Use a draft of the same model family."
+        )
