@@ -1,6 +1,7 @@
 """Rotary position embedding: inverse frequencies for each scaling kind, and the rotation itself.
 
-Reference: Su et al. 2021, "RoFormer" (arXiv:2104.09864); Peng et al. 2023, "YaRN" (arXiv:2309.00071).
+Reference: Su et al. 2021, "RoFormer" (arXiv:2104.09864); Peng et al. 2023, "YaRN"
+(arXiv:2309.00071).
 """
 
 from __future__ import annotations

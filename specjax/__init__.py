@@ -1,4 +1,4 @@
-"""Speculative decoding in pure JAX: the same law of the output, in fewer passes over the weights."""
+"""Speculative decoding in pure JAX: the same law of the output, fewer passes over the weights."""
 
 from specjax.accept import accept_and_resample
 from specjax.decoding import decode, stream_tokens

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from specjax import sampling
@@ -27,6 +28,8 @@ __all__ = [
     "Acceptance",
     "TargetLaw",
     "accept_and_resample",
+    "chain_following",
+    "chain_keep",
     "dense_law",
     "keep_probability",
     "logits_law",
@@ -44,7 +47,7 @@ class TargetLaw(NamedTuple):
 
 
 class JudgeFn(Protocol):
-    """Decides on a proposal. `positions [B]` is where each row's first drafted token would stand."""
+    """Decides on a proposal whose rows' first drafted tokens would stand at `positions [B]`."""
 
     def __call__(
         self, key: Array, proposal: Proposal, law: TargetLaw, positions: Array, depth: int
@@ -128,46 +131,75 @@ def residual(p: Array, q: Array) -> Array:
     return jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1.0), p)
 
 
+def chain_keep(proposal: Proposal, law: TargetLaw, depth: int) -> Array:
+    """How likely each draft of the chain 1, 2, ..., depth stands, given that those before it do.
+
+    Returns:
+      `[B, K]` float32; 0 at and beyond the first node that is invalid, a rider, or off the chain.
+    """
+    nodes = jnp.broadcast_to(jnp.arange(depth, dtype=jnp.int32)[None, :], (_batch(proposal), depth))
+    tokens = proposal.tokens[:, :depth]
+    p = law.at(nodes, tokens)
+    if proposal.probs is None:
+        q = jnp.ones_like(p)
+    else:
+        q = jnp.take_along_axis(proposal.probs[:, :depth], tokens[..., None], axis=-1)[..., 0]
+    return jnp.where(_tried(proposal, depth), keep_probability(p, q), 0.0)
+
+
+def chain_following(proposal: Proposal, law: TargetLaw, accepted: Array, depth: int) -> Array:
+    """The law of the token after `accepted` drafts: the residual if the next one was tried, else p.
+
+    Args:
+      accepted: `[B]` int32.
+
+    Returns:
+      `[B, V]` float32.
+    """
+    p = law.row(accepted)
+    if depth == 0:
+        return p
+    slot = jnp.minimum(accepted, depth - 1)[:, None]
+    failed = (accepted[:, None] < depth) & jnp.take_along_axis(
+        _tried(proposal, depth), slot, axis=1
+    )
+    if proposal.probs is None:
+        token = jnp.take_along_axis(proposal.tokens, slot, axis=1)[:, 0]
+        q = jax.nn.one_hot(token, p.shape[-1], dtype=p.dtype)
+    else:
+        q = jnp.take_along_axis(proposal.probs, slot[..., None], axis=1)[:, 0]
+    return jnp.where(failed, residual(p, q), p)
+
+
+def _batch(proposal: Proposal) -> int:
+    return proposal.tokens.shape[0]
+
+
+def _tried(proposal: Proposal, depth: int) -> Array:
+    """`[B, K]` bool: nodes 1, 2, ... for as long as each is a valid candidate on the chain."""
+    chain = jnp.arange(depth, dtype=jnp.int32)[None, :]
+    on_chain = jnp.atleast_2d(proposal.parents)[:, :depth] == chain
+    tried = proposal.valid[:, :depth] & proposal.candidate[:, :depth] & on_chain
+    return jnp.cumprod(tried, axis=1, dtype=jnp.int32).astype(bool)
+
+
 def _judge_chain(
     key: Array, proposal: Proposal, law: TargetLaw, positions: Array, depth: int
 ) -> Verdict:
     batch, nodes = proposal.tokens.shape
-    order = jnp.arange(depth, dtype=jnp.int32)
-    chain = jnp.broadcast_to(order[None, :], (batch, depth))
-    tokens = proposal.tokens[:, :depth]
-    parents = jnp.broadcast_to(jnp.atleast_2d(proposal.parents), (batch, nodes))[:, :depth]
-    tried = proposal.valid[:, :depth] & proposal.candidate[:, :depth] & (parents == chain)
-    tried = jnp.cumprod(tried, axis=1, dtype=jnp.int32).astype(bool)
+    step = jnp.arange(depth + 1, dtype=jnp.int32)[None, :]
+    keep = chain_keep(proposal, law, depth)
+    # A coin for each draft, and a draw for each place where the chain may end.
+    purposes = np.array([Purpose.ACCEPT] * depth + [Purpose.RESAMPLE] * (depth + 1), np.int32)
+    offsets = jnp.concatenate([step[:, :depth], step], axis=1)
+    keys = sampling.at_positions(key, purposes[None, :], positions[:, None] + offsets)
+    kept = jax.vmap(jax.vmap(jax.random.uniform))(keys[:, :depth]) < keep
+    accepted = jnp.sum(jnp.cumprod(kept, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
-    if depth:
-        p = law.at(chain, tokens)
-        if proposal.probs is None:
-            q = jnp.ones_like(p)
-        else:
-            q = jnp.take_along_axis(proposal.probs[:, :depth], tokens[..., None], axis=-1)[..., 0]
-        keys = sampling.at_positions(key, Purpose.ACCEPT, positions[:, None] + chain)
-        coins = jax.vmap(jax.vmap(jax.random.uniform))(keys)
-        kept = tried & (coins < keep_probability(p, q))
-        accepted = jnp.sum(jnp.cumprod(kept, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
-    else:
-        accepted = jnp.zeros(batch, jnp.int32)
-
-    last = law.row(accepted)  # [B, V], the law after the last accepted node
-    if depth:
-        # Only a draft that was tried, and failed, is taken out of p.
-        slot = jnp.minimum(accepted, depth - 1)
-        failed = (accepted < depth) & jnp.take_along_axis(tried, slot[:, None], axis=1)[:, 0]
-        if proposal.probs is None:
-            token = jnp.take_along_axis(tokens, slot[:, None], axis=1)[:, 0]
-            q_row = jax.nn.one_hot(token, last.shape[-1], dtype=last.dtype)
-        else:
-            q_row = jnp.take_along_axis(proposal.probs, slot[:, None, None], axis=1)[:, 0]
-        last = jnp.where(failed[:, None], residual(last, q_row), last)
-    keys = sampling.at_positions(key, Purpose.RESAMPLE, positions + accepted)
-    following = sampling.draw(keys, last)
-
-    path = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32)[None, :], (batch, depth + 1))
-    padded = jnp.concatenate([tokens, following[:, None]], axis=1)
+    last = jax.vmap(lambda row, a: row[depth + a])(keys, accepted)
+    following = sampling.draw(last, chain_following(proposal, law, accepted, depth))
+    path = jnp.broadcast_to(step, (batch, depth + 1))
+    padded = jnp.concatenate([proposal.tokens[:, :depth], following[:, None]], axis=1)
     asked = jnp.arange(nodes + 1)[None, :] <= accepted[:, None]
     return Verdict(
         accepted=accepted,

@@ -294,13 +294,13 @@ def _job(
     prompt: Any,
     *,
     max_new_tokens: int,
-    sampling: Sampling | None,
-    key: Array | None,
-    eos_ids: Any,
-    max_len: int | None,
-    prompt_lengths: Any,
-    acceptance: Acceptance | None,
-    mesh: Mesh | None,
+    sampling: Sampling | None = None,
+    key: Array | None = None,
+    eos_ids: Any = None,
+    max_len: int | None = None,
+    prompt_lengths: Any = None,
+    acceptance: Acceptance | None = None,
+    mesh: Mesh | None = None,
 ) -> _Job:
     mesh = sharding.mesh_of(params.target) if mesh is None else mesh
     prepared = prepare(
@@ -362,8 +362,8 @@ def decode(
       max_new_tokens: at most so many tokens a row.
       sampling: default greedy.
       key: one `jax.random.key`, or one a row. A row's tokens depend on its own key and prompt
-        only; with one key, row 0 has that key and row i `jax.random.fold_in(key, i)`. Default:
-        fresh entropy.
+        only; with one key, row 0 has that key and every other row one derived from it.
+        Default: fresh entropy.
       eos_ids: tokens that end a row; default those of the checkpoint.
       max_len: prompt and output together, at most; default what is needed, within the model's
         context length. A row that reaches it ends with `Status.CACHE_FULL`.
@@ -410,19 +410,7 @@ def stream_tokens(
     Yields:
       The growing `DecodeResult`; the last one has no row with `Status.RUNNING`.
     """
-    defaults = dict(
-        sampling=None,
-        key=None,
-        eos_ids=None,
-        max_len=None,
-        prompt_lengths=None,
-        acceptance=None,
-        mesh=None,
-    )
-    unknown = set(options) - set(defaults)
-    if unknown:
-        raise TypeError(f"stream_tokens got unknown options {sorted(unknown)}")
-    job = _job(params, prompt, max_new_tokens=max_new_tokens, **{**defaults, **options})
+    job = _job(params, prompt, max_new_tokens=max_new_tokens, **options)
     state, stats = _start_program(job.params, job.request, job.prompt, plan=job.plan)
     running = True
     while running:

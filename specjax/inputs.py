@@ -108,9 +108,7 @@ def _rows(prompt: Any, prompt_lengths: Any, vocab_size: int) -> list[np.ndarray]
         rows = [row[:n] for row, n in zip(rows, lengths, strict=True)]
     for i, row in enumerate(rows):
         if row.ndim != 1:
-            raise ValueError(
-                f"prompt row {i} must be a flat list of token ids, got shape {row.shape}"
-            )
+            raise ValueError(f"prompt row {i} must be a flat list of ids, got shape {row.shape}")
         if row.size == 0:
             raise ValueError(
                 f"prompt row {i} is empty; pass at least one token (e.g. the bos token)"
@@ -134,7 +132,7 @@ def _eos(eos_ids: Any, params: Params) -> np.ndarray:
         raise ValueError(f"eos_ids must be an integer or a list of them, got {eos_ids!r}")
     if ids.size and not (ids.min() >= 0 and ids.max() < params.model.vocab_size):
         raise ValueError(
-            f"eos_ids must lie in the vocabulary 0..{params.model.vocab_size - 1}, got {ids.tolist()}"
+            f"eos_ids must lie in 0..{params.model.vocab_size - 1}, got {ids.tolist()}"
         )
     padded = np.full(max(_EOS_STEP, round_up(ids.size, _EOS_STEP)), -1, np.int32)
     padded[: ids.size] = ids

@@ -145,8 +145,8 @@ def _draft_model(
 ) -> _Build:
     if (model is None) == (draft_layers is None):
         raise ValueError(
-            'drafter "draft_model" needs one of "model" (a checkpoint) and "draft_layers" (how many '
-            f"of the target's first layers), got model={model!r}, draft_layers={draft_layers!r}"
+            'drafter "draft_model" needs one of "model" (a checkpoint) and "draft_layers" (how '
+            f"many of the target's first layers), got model={model!r}, draft_layers={draft_layers}"
         )
 
     def build(target: _Target) -> tuple[Drafter, PyTree]:

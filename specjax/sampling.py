@@ -41,11 +41,15 @@ class Sampling:
 
 
 class Purpose(enum.IntEnum):
-    """What a random number is for. Large, so that a purpose never equals a row or a position."""
+    """What a random number is for."""
 
-    DRAFT = 0x5BEC0001
-    ACCEPT = 0x5BEC0002
-    RESAMPLE = 0x5BEC0003
+    DRAFT = 0
+    ACCEPT = 1
+    RESAMPLE = 2
+
+
+# Row keys are folded with numbers from here on, draws with smaller ones: no two are ever equal.
+_ROWS = 1 << 31
 
 
 def check_sampling(sampling: Sampling, batch: int) -> None:
@@ -104,7 +108,8 @@ def distribution(logits: Array, sampling: Sampling) -> Array:
       Probabilities, float32, shape of `logits`.
 
     Example:
-      >>> distribution(jnp.array([[2.0, 1.0], [2.0, 1.0]]), Sampling(temperature=jnp.array([0.0, 1.0])))
+      >>> logits = jnp.array([[2.0, 1.0], [2.0, 1.0]])
+      >>> distribution(logits, Sampling(temperature=jnp.array([0.0, 1.0])))
       Array([[1.        , 0.        ],
              [0.7310586 , 0.26894143]], dtype=float32)
     """
@@ -131,27 +136,30 @@ def probability_of(logits: Array, tokens: Array, sampling: Sampling) -> Array:
 
 
 def row_keys(key: Array, batch: int) -> Array:
-    """One key a row: `key` itself for row 0, folded with the row's number for the others."""
-    return jax.vmap(lambda i: jax.lax.select(i == 0, key, jax.random.fold_in(key, i)))(
-        jnp.arange(batch)
-    )
+    """One key a row: `key` itself for row 0, a key derived from it for each other row."""
+
+    def one(row: Array) -> Array:
+        return jax.lax.select(row == 0, key, jax.random.fold_in(key, row + np.uint32(_ROWS)))
+
+    return jax.vmap(one)(jnp.arange(batch, dtype=jnp.uint32))
 
 
-def at_positions(keys: Array, purpose: Purpose, positions: Array) -> Array:
+def at_positions(keys: Array, purpose: Purpose | Array, positions: Array) -> Array:
     """Keys for draws that depend on nothing but the row, the position and the purpose.
 
     Args:
       keys: `[B]`, one a row.
-      positions: `[B]` or `[B, N]` int32, where in the row the token will stand.
+      purpose: one, or an array that broadcasts against `positions`.
+      positions: `[B]` or `[B, N]` int32 below 2^29, where in the row the token will stand.
 
     Returns:
       Keys, shape of `positions`.
     """
-    keys = jax.vmap(lambda k: jax.random.fold_in(k, np.uint32(purpose)))(keys)
-    fold = jax.vmap(jax.random.fold_in)
-    if positions.ndim == 2:
-        fold = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))
-    return fold(keys, positions)
+    which = (positions * len(Purpose) + jnp.asarray(purpose, jnp.int32)).astype(jnp.uint32)
+    fold = (
+        jax.vmap(jax.random.fold_in, in_axes=(None, 0)) if which.ndim == 2 else jax.random.fold_in
+    )
+    return jax.vmap(fold)(keys, which)
 
 
 def draw(keys: Array, probs: Array) -> Array:

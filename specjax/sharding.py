@@ -1,7 +1,7 @@
 """Logical axis names to mesh axes: one table, for weights and caches.
 
-An axis of an array is named by what it counts ("heads", "mlp", "batch", ...), and `RULES` says which
-mesh axis such a thing is split over. What does not divide evenly is replicated.
+An axis of an array is named by what it counts ("heads", "mlp", "batch", ...), and `RULES` says
+which mesh axis such a thing is split over. What does not divide evenly is replicated.
 """
 
 from __future__ import annotations

@@ -18,7 +18,10 @@ def render(template, messages=MESSAGES, **named):
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        ("{% for m in messages %}\n  {% if true %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}", "user\n"),
+        (
+            "{% for m in messages %}\n  {% if true %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}",
+            "user\n",
+        ),
         ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<a> & é"}'),
         ("{{ {'b': 1} | tojson(indent=1) }}", '{\n "b": 1\n}'),
         ("{{ bos_token }}{{ tools is none }}", "<s>True"),

@@ -162,7 +162,10 @@ def test_required_gguf_keys(key):
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, "'beta'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor is missing"),
-        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "high > low"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
+            "high > low",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "two values"),
         (

@@ -1,0 +1,105 @@
+"""Small models and drafters for tests: a real transformer, a Markov chain, an oracle."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax
+from specjax import drafters, tree
+from specjax.models.config import DecoderConfig
+from specjax.models.decoder import decoder_model, first_layers, random_weights
+from specjax.types import Block, Cache, Drafter, Forward, Model, Params, Proposal
+
+CONFIG = DecoderConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=2048,
+)
+
+
+@functools.cache
+def params(drafter: str = "plain", depth: int = 4) -> Params:
+    """A tiny random transformer with a drafter."""
+    weights = random_weights(CONFIG, jax.random.key(0))
+    base = Params(target=weights, model=decoder_model(CONFIG), drafter=drafters.plain(), pad_id=60)
+    if drafter == "plain":
+        return base
+    if drafter == "ngram":
+        return base.replace(drafter=drafters.ngram(depth))
+    config, draft = first_layers(CONFIG, weights, 1)
+    return base.replace(drafter=drafters.draft_model(decoder_model(config), depth), draft=draft)
+
+
+def markov_model(vocab: int) -> Model:
+    """A model whose next-token law depends on the last token only: weights are `[V, V]` logits."""
+
+    def forward(weights, tokens, positions, cache, mask, features=()):
+        batch, steps = tokens.shape
+        kv = (jnp.zeros((batch, 1, steps, 1)),)
+        hidden = jax.nn.one_hot(tokens, vocab)
+        return Forward(
+            hidden=hidden, features=(hidden,) * len(features), block=Block(keys=kv, values=kv)
+        )
+
+    def unembed(weights, hidden):
+        return weights[jnp.argmax(hidden, axis=-1)]
+
+    def init_cache(weights, batch, slots):
+        kv = (jnp.zeros((batch, 1, slots, 1)),)
+        return Cache(keys=kv, values=kv, lengths=jnp.zeros(batch, jnp.int32))
+
+    return _markov_record(vocab, forward, unembed, init_cache)
+
+
+def _markov_record(vocab, forward, unembed, init_cache) -> Model:
+    return Model(
+        forward=forward,
+        unembed=unembed,
+        init_cache=init_cache,
+        vocab_size=vocab,
+        max_position=1 << 20,
+        logical_axes=(),
+    )
+
+
+markov_model = functools.cache(markov_model)
+
+
+@functools.cache
+def oracle(text: tuple[int, ...], depth: int, shift: int = 0) -> Drafter:
+    """Drafts what follows in `text` (prompt and output); with `shift`, always something else."""
+
+    def init(params, prefill):
+        return ()
+
+    def draft(params, key, state, context):
+        known = jnp.asarray(np.array(text + (0,) * depth, np.int32))
+        index = context.lengths[:, None] + jnp.arange(depth)[None, :]
+        tokens = (known[jnp.minimum(index, known.size - 1)] + shift) % params.model.vocab_size
+        proposal = Proposal(
+            tokens=tokens,
+            parents=jnp.asarray(tree.chain(depth)),
+            probs=None,
+            valid=index < len(text),
+            candidate=jnp.ones(tokens.shape, bool),
+        )
+        return proposal, state
+
+    def update(params, state, outcome):
+        return state
+
+    return Drafter(init=init, draft=draft, update=update, name="oracle", depth=depth, nodes=depth)
+
+
+def emitted(result: specjax.DecodeResult, row: int = 0) -> list[int]:
+    """The tokens of a row, without padding."""
+    return np.asarray(result.tokens)[row, : int(result.lengths[row])].tolist()
