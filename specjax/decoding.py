@@ -302,6 +302,8 @@ def _job(
     acceptance: Acceptance | None = None,
     mesh: Mesh | None = None,
 ) -> _Job:
+    if not isinstance(params, Params):
+        raise ValueError(f"params must come from specjax.load, got {type(params)}")
     mesh = sharding.mesh_of(params.target) if mesh is None else mesh
     prepared = prepare(
         params,

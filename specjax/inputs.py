@@ -199,8 +199,6 @@ def prepare(
     Raises:
       ValueError: naming the argument, what came, what was wanted and the fix.
     """
-    if not isinstance(params, Params):
-        raise ValueError(f"params must come from specjax.load, got {type(params)}")
     if not isinstance(sampling, Sampling):
         raise ValueError(f"sampling must be a specjax.Sampling, got {type(sampling)}")
     max_new_tokens = _positive("max_new_tokens", max_new_tokens)

@@ -47,8 +47,8 @@ def spec(axes: tuple[Axis, ...], shape: tuple[int, ...], mesh: Mesh) -> Partitio
 
     Example:
       >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
-      >>> spec(("vocab", "embed"), (8, 4), mesh)
-      PartitionSpec('model', None)
+      >>> tuple(spec(("vocab", "embed"), (8, 4), mesh))
+      ('model', None)
     """
     parts = []
     for axis, size in zip(axes, shape, strict=True):

@@ -65,6 +65,12 @@ def _root(
     pass
 
 
+def _seed(value: int | None) -> int | None:
+    if value is not None and not 0 <= value < 2**32:  # a key drops what is beyond 32 bits
+        raise typer.BadParameter(f"{value} is not in the range 0..{2**32 - 1}")
+    return value
+
+
 _Dtype = Annotated[
     Dtype | None,
     typer.Option(
@@ -83,14 +89,14 @@ def generate(
     model: Annotated[
         str,
         typer.Option(
-            metavar="NAME|PATH",
+            metavar="MODEL",
             help="A name that `specjax models` lists, a Hugging Face folder or a GGUF file.",
         ),
     ] = "smollm2-135m",
     drafter: Annotated[
         str | None,
         typer.Option(
-            metavar="METHOD|PATH|JSON",
+            metavar="DRAFTER",
             help="What guesses: ngram; draft_model, with --draft-layers; the checkpoint of a "
             "smaller model; or a JSON object.",
             show_default="ngram",
@@ -99,8 +105,6 @@ def generate(
     num_speculative_tokens: Annotated[
         int | None,
         typer.Option(
-            "--num-speculative-tokens",
-            "-k",
             metavar="K",
             min=1,
             help="Tokens guessed a round.",
@@ -121,8 +125,7 @@ def generate(
         int | None,
         typer.Option(
             metavar="N",
-            min=0,
-            max=2**32 - 1,
+            callback=_seed,
             help="Repeats a run at a temperature above 0.",
             show_default="a fresh one",
         ),
