@@ -23,26 +23,42 @@ from specjax.types import Block, Cache, Forward, Model
 
 __all__ = ["Decoder", "abstract_weights", "decoder_model", "first_layers", "random_weights"]
 
-# Fewer rows than this take a slow path in XLA's CPU matmul below float32 (benchmarks/matmul.py).
-_MIN_ROWS_BELOW_FLOAT32 = 8
-
 
 def matmul(x: Array, weight: Array) -> Array:
     """`x [..., in]` times `weight [out, in]` transposed, accumulated in float32: `[..., out]`."""
     lead = x.shape[:-1]
     x = x.reshape(math.prod(lead), x.shape[-1]).astype(weight.dtype)
     rows = x.shape[0]
-    low_precision = weight.dtype != jnp.float32
-    if low_precision and rows < _MIN_ROWS_BELOW_FLOAT32 and jax.default_backend() == "cpu":
-        x = jnp.pad(x, ((0, _MIN_ROWS_BELOW_FLOAT32 - rows), (0, 0)))
-    y = jax.lax.dot_general(
-        x,
-        weight,
+    product = _matmul_on_cpu if jax.default_backend() == "cpu" else _dot
+    return product(x, weight)[:rows].reshape(*lead, weight.shape[0])
+
+
+def _dot(a: Array, b: Array) -> Array:
+    """`[m, k]` and `[n, k]` to float32 `[m, n]`."""
+    exact = b.dtype == jnp.float32
+    return jax.lax.dot_general(
+        a,
+        b,
         (((1,), (1,)), ((), ())),
-        precision=None if low_precision else jax.lax.Precision.HIGHEST,
+        precision=jax.lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
     )
-    return y[:rows].reshape(*lead, weight.shape[0])
+
+
+def _matmul_on_cpu(x: Array, weight: Array) -> Array:
+    """The form that XLA's CPU backend runs fastest at decode sizes (benchmarks/matmul.py).
+
+    A few rows of float32 go faster with the weight as the left operand, in fours; the barriers
+    keep the compiler from turning the product round again. One row below float32 takes a slow
+    path, two rows do not. May return more rows than it got.
+    """
+    rows = x.shape[0]
+    if weight.dtype != jnp.float32:
+        return _dot(jnp.pad(x, ((0, 1), (0, 0))) if rows == 1 else x, weight)
+    if not 1 < rows < 64:
+        return _dot(x, weight)
+    x = jax.lax.optimization_barrier(jnp.pad(x, ((0, -rows % 4), (0, 0))))
+    return jax.lax.optimization_barrier(_dot(weight, x)).T
 
 
 class Linear(nnx.Module):
@@ -104,7 +120,7 @@ def attend(
     # The queries of all heads of a group are rows of one product: [B, G, R * T, D].
     q = query.reshape(batch, steps, groups, repeat, size)
     q = q.transpose(0, 2, 3, 1, 4).reshape(batch, groups, repeat * steps, size)
-    q = q * jnp.asarray(size**-0.5, q.dtype)
+    q = q.astype(jnp.float32) * size**-0.5
 
     def product(equation: str, a: Array, b: Array) -> Array:
         precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
@@ -151,9 +167,11 @@ class Attention(nnx.Module):
         def split(y: Array) -> Array:
             return y.reshape(batch, steps, -1, self.head_dim)
 
+        def stored(y: Array) -> Array:
+            return y.swapaxes(1, 2).astype(cache[0].dtype)
+
         query = rotate(split(self.q(x)), cos, sin)
-        keys = rotate(split(self.k(x)), cos, sin).swapaxes(1, 2)
-        values = split(self.v(x)).swapaxes(1, 2)
+        keys, values = stored(rotate(split(self.k(x)), cos, sin)), stored(split(self.v(x)))
         out = attend(query, (keys, values), cache, lengths, mask)
         return self.o(out.reshape(batch, steps, -1)), (keys, values)
 
@@ -264,6 +282,18 @@ def random_weights(config: DecoderConfig, key: Array, dtype: Any = jnp.float32) 
     return jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
 
 
+def _after(hidden: Array, block: Block) -> Block:
+    """The same block, known only once the whole pass is over.
+
+    Whoever appends it has then read all of the old cache, and XLA can write the cache in place;
+    otherwise it may copy every layer first (an optimization barrier does not survive that long).
+    """
+    first = hidden.reshape(-1)[0].astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(first, jnp.int32) & 0x7FFFFFFF
+    over = jnp.minimum(bits, 0) == 0  # always, but the compiler does not know that
+    return jax.tree.map(lambda x: jnp.where(over, x, jnp.zeros_like(x)), block)
+
+
 @functools.cache
 def decoder_model(config: DecoderConfig) -> Model:
     """The pure functions of a configuration. Equal configurations give the same record.
@@ -279,10 +309,9 @@ def decoder_model(config: DecoderConfig) -> Model:
 
     def forward(weights, tokens, positions, cache, mask, features=()) -> Forward:
         out = bind(weights)(tokens, positions, cache, mask, features)
-        # Whoever appends the block waits for the whole pass, which has then read the old cache:
-        # that is what lets XLA write the cache in place.
-        block, hidden = jax.lax.optimization_barrier((out.block, out.hidden))
-        return Forward(hidden=hidden, features=out.features, block=block)
+        return Forward(
+            hidden=out.hidden, features=out.features, block=_after(out.hidden, out.block)
+        )
 
     def unembed(weights, hidden) -> Array:
         return bind(weights).unembed(hidden)
@@ -290,6 +319,9 @@ def decoder_model(config: DecoderConfig) -> Model:
     def init_cache(weights, batch, slots) -> Cache:
         shape = (batch, config.num_kv_heads, slots, config.head_dim)
         dtype = weights["layers"][0]["attn"]["k"]["weight"].dtype
+        if jax.default_backend() == "cpu":
+            # XLA's CPU backend would convert a whole bfloat16 cache to write one token into it.
+            dtype = jnp.float32
 
         def zeros() -> tuple[Array, ...]:
             return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))

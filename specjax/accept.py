@@ -109,8 +109,8 @@ def keep_probability(p: Array, q: Array) -> Array:
       p, q: probabilities of the drafted token, any equal shape.
 
     Example:
-      >>> keep_probability(jnp.array([0.4, 0.4, 0.2]), jnp.array([0.6, 0.3, 0.1])).round(3)
-      Array([0.667, 1.   , 1.   ], dtype=float32)
+      >>> keep_probability(jnp.array([0.25, 0.5, 0.25]), jnp.array([0.5, 0.25, 0.25]))
+      Array([0.5, 1. , 1. ], dtype=float32)
     """
     ratio = p / jnp.where(q > 0, q, 1.0)
     return jnp.where(p <= 0, 0.0, jnp.where(p >= q, 1.0, ratio))
@@ -123,8 +123,8 @@ def residual(p: Array, q: Array) -> Array:
       p, q: `[..., V]` distributions.
 
     Example:
-      >>> residual(jnp.array([0.4, 0.4, 0.2]), jnp.array([0.6, 0.3, 0.1])).round(3)
-      Array([0. , 0.5, 0.5], dtype=float32)
+      >>> residual(jnp.array([0.25, 0.5, 0.25]), jnp.array([0.5, 0.25, 0.25]))
+      Array([0., 1., 0.], dtype=float32)
     """
     left = jnp.maximum(p - q, 0.0)
     mass = jnp.sum(left, axis=-1, keepdims=True)

@@ -134,7 +134,7 @@ class UnembedFn(Protocol):
 
 
 class InitCacheFn(Protocol):
-    """An empty cache with `slots` slots a row, in the dtype of the weights."""
+    """An empty cache with `slots` slots a row."""
 
     def __call__(self, weights: PyTree, batch: int, slots: int) -> Cache: ...
 

@@ -20,6 +20,7 @@ from specjax import cli, drafters
 from specjax.accept import speculative_sampling
 from specjax.checkpoints.registry import Availability, entries
 from specjax.cli import process, running, showing
+from specjax.cli.wrapping import WordWrap
 from specjax.types import DecodeResult, Stats, Status
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -346,6 +347,28 @@ def test_measuring_takes_turns_and_stops_in_time(folder):
     assert runs["plain"].timing.tokens == runs["plain"].timing.rounds == 39
     _, made = running.measure(both, ids, enough=0.0, max_new_tokens=40)
     assert made == 1
+
+
+# --- a terminal's lines ----------------------------------------------------------------------
+
+
+def wrapped(text: str, width: int, size: int) -> str:
+    wrap = WordWrap(width)
+    pieces = [wrap.push(text[i : i + size]) for i in range(0, len(text), size)]
+    return "".join(pieces) + wrap.flush()
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_lines_are_broken_between_words(size):
+    text = "a bb ccc\n\n    dddd e ffffff g  h"
+    assert wrapped(text, 8, size) == "a bb ccc\n\n    dddd\ne ffffff\ng  h"
+    assert wrapped(text, 80, size) == text
+
+
+def test_a_text_without_spaces_does_not_wait_for_its_end():
+    wrap = WordWrap(80)
+    assert wrap.push("字" * 30) == "字" * 30
+    assert wrap.push("字" * 30) == "\n" + "字" * 30
 
 
 # --- the process -----------------------------------------------------------------------------

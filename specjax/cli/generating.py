@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from rich.text import Text
 from specjax import drafters, loading
 from specjax.accept import Acceptance, speculative_sampling
 from specjax.cli import running, showing
+from specjax.cli.wrapping import WordWrap
 from specjax.sampling import Sampling
 from specjax.text import encode_prompt
 from specjax.types import Params, Status
@@ -80,16 +82,23 @@ def run(job: Job) -> None:
 def _stream(
     console: Console, params: Params, ids: list[int], options: Mapping[str, Any]
 ) -> running.Run:
+    wrap = WordWrap(Console().width) if sys.stdout.isatty() else None
     ended_line = True
     with console.status("Compiling and reading the prompt ...") as status:
 
-        def show(piece: str) -> None:
+        def write(text: str) -> None:
             nonlocal ended_line
-            status.stop()  # the text and the spinner may share a terminal
-            typer.echo(piece, nl=False)
-            ended_line = piece.endswith("\n")
+            if text:
+                status.stop()  # the text and the spinner may share a terminal
+                typer.echo(text, nl=False)
+                ended_line = text.endswith("\n")
+
+        def show(piece: str) -> None:
+            write(piece if wrap is None else wrap.push(piece))
 
         streamed = running.stream_text(params, ids, show, **options)
+        if wrap is not None:
+            write(wrap.flush())
     if not ended_line:
         typer.echo()
     return streamed

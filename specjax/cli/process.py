@@ -44,8 +44,8 @@ def stop_on_interrupt() -> None:
     """Lets Ctrl-C end the process at once, with exit code 130.
 
     Python handles signals in the main thread and between bytecodes, so while XLA compiles or runs
-    nothing would happen for seconds. The wakeup socket is written by the C handler itself. A process
-    that was started to ignore SIGINT goes on ignoring it.
+    nothing would happen for seconds. The wakeup socket is written by the C handler itself. A
+    process that was started to ignore SIGINT goes on ignoring it.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return
