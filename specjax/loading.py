@@ -149,6 +149,11 @@ def _draft_model(
             f"many of the target's first layers), got model={model!r}, draft_layers={draft_layers}"
         )
 
+    if model is not None:
+        _check_draft_exists(model)
+    elif not isinstance(draft_layers, int) or isinstance(draft_layers, bool):
+        raise ValueError(f"draft_layers must be an integer, got {draft_layers!r}")
+
     def build(target: _Target) -> tuple[Drafter, PyTree]:
         if draft_layers is not None:
             config, weights = first_layers(
@@ -160,6 +165,19 @@ def _draft_model(
         return drafters.draft_model(draft.model, num_speculative_tokens), draft.weights
 
     return build
+
+
+def _check_draft_exists(model: Any) -> None:
+    """A misspelt method's name looks like a checkpoint: say so before the target is read."""
+    if not isinstance(model, (str, os.PathLike)):
+        raise ValueError(f'"model" of a draft model must be a name or a path, got {model!r}')
+    try:
+        checkpoints.resolve(model)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"drafter {os.fspath(model)!r} is neither a method ({', '.join(METHODS)}) nor a draft "
+            f"model: {error}"
+        ) from error
 
 
 METHODS: Mapping[str, Callable[..., _Build]] = {"ngram": _ngram, "draft_model": _draft_model}
@@ -181,7 +199,7 @@ def _builder(drafter: Any) -> _Build:
         )
     options = dict(drafter)
     method = options.pop("method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"drafter method {method!r} is not known; known: {', '.join(METHODS)}")
     make = METHODS[method]
     known = set(inspect.signature(make).parameters)

@@ -67,6 +67,10 @@ def test_bad_input(change, message, monkeypatch):
         ({"method": "draft_model", "draft_layers": 2}, "between 1 and 1"),
         ({"method": "draft_model", "draft_layers": 1, "num_speculative_tokens": -1}, "at least 1"),
         (7, "drafter must be"),
+        ({"method": ["ngram"]}, "known: ngram"),
+        ({"method": "draft_model", "model": 5}, "must be a name or a path"),
+        ({"method": "draft_model", "draft_layers": "x"}, "draft_layers must be an integer"),
+        ("ngrm", r"neither a method \(ngram, draft_model\) nor a draft model"),
     ],
 )
 def test_bad_drafter(shared, drafter, message):
