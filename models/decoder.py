@@ -61,6 +61,17 @@ def _matmul_on_cpu(x: Array, weight: Array) -> Array:
     return jax.lax.optimization_barrier(_dot(weight, x)).T
 
 
+def look_up(table: Array, index: Array) -> Array:
+    """Rows of `table [V, E]` at `index`."""
+    if table.dtype.itemsize != 2 or jax.default_backend() != "cpu":
+        return table[index]
+    # XLA's CPU backend would keep a float32 copy of a whole 16-bit float table to gather from, and
+    # without the barrier a copy of the bits.
+    table, index = jax.lax.optimization_barrier((table, index))
+    rows = jax.lax.bitcast_convert_type(table, jnp.uint16)[index]
+    return jax.lax.bitcast_convert_type(rows, table.dtype)
+
+
 class Linear(nnx.Module):
     """An affine map with its weight stored [out, in]."""
 
@@ -238,7 +249,7 @@ class Decoder(nnx.Module):
         features: tuple[int, ...] = (),
     ) -> Forward:
         """One pass; see `specjax.types.ForwardFn`."""
-        x = self.embed.weight[...][tokens]
+        x = look_up(self.embed.weight[...], tokens)
         cos, sin = rotation(self.config.rope, self.config.head_dim, positions)
         states, blocks = [], []
         for i, layer in enumerate(self.layers):
