@@ -58,7 +58,18 @@ _HOMES = {
     "stream_tokens": "decoding",
     "verify_step": "verify",
 }
-_MODULES = ("checkpoints", "drafters", "models", "sampling", "sharding", "text", "tree")
+_MODULES = (
+    "accept",
+    "cache",
+    "checkpoints",
+    "drafters",
+    "models",
+    "sampling",
+    "sharding",
+    "text",
+    "tree",
+    "types",
+)
 
 
 def __getattr__(name: str) -> Any:

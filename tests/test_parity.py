@@ -1,5 +1,6 @@
 """Tiny checkpoints in the published format against another implementation's outputs."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,15 +17,20 @@ def _read(params: specjax.Params, ids: np.ndarray, features: tuple[int, ...]):
     """Logits and hidden states of one pass over `[1, T]` tokens."""
     model, steps = params.model, ids.shape[1]
     held = model.init_cache(params.target, 1, 1)
-    out = model.forward(
-        params.target,
-        jnp.asarray(ids),
-        jnp.arange(steps)[None, :],
-        held,
-        jnp.tril(jnp.ones((1, steps, steps), bool)),
-        features,
-    )
-    return model.unembed(params.target, out.hidden), out.features
+
+    @jax.jit
+    def run(weights):
+        out = model.forward(
+            weights,
+            jnp.asarray(ids),
+            jnp.arange(steps)[None, :],
+            held,
+            jnp.tril(jnp.ones((1, steps, steps), bool)),
+            features,
+        )
+        return model.unembed(weights, out.hidden), out.features
+
+    return run(params.target)
 
 
 @pytest.mark.parametrize("name", LLAMAS)

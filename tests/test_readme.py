@@ -37,6 +37,7 @@ def test_links_exist():
         assert (ROOT / target).exists(), target
 
 
+@pytest.mark.slow
 @pytest.mark.smollm2
 def test_code_runs(tmp_path):
     """In one process with one CPU device, as a reader would run it."""
