@@ -249,7 +249,8 @@ class Decoder(nnx.Module):
         features: tuple[int, ...] = (),
     ) -> Forward:
         """One pass; see `specjax.types.ForwardFn`."""
-        x = look_up(self.embed.weight[...], tokens)
+        # Activations stay in float32; products take them in the dtype of their weights.
+        x = look_up(self.embed.weight[...], tokens).astype(jnp.float32)
         cos, sin = rotation(self.config.rope, self.config.head_dim, positions)
         states, blocks = [], []
         for i, layer in enumerate(self.layers):

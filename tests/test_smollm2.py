@@ -79,12 +79,14 @@ def test_greedy_text_of_all_cases(params, reference, drafter):
     _decode_cases(_with_drafter(params, drafter), reference["cases"])
 
 
-def test_bfloat16():
-    """A sensible text, from one copy of the weights: beside them and the cache a program needs
-    little. (The embedding alone is 57 MB, and 113 MB in float32.)"""
+def test_bfloat16(reference):
+    """The reference's text for as long as it is clear, from one copy of the weights: beside them
+    and the cache a program needs little. (The embedding alone is 57 MB, and 113 MB in float32.)"""
     params = specjax.load("smollm2-135m", "ngram", dtype="bfloat16")
-    ids = specjax.text.encode_prompt(params, "What is the capital of France?")
-    job = decoding._job(params, ids, max_new_tokens=16)
+    case = reference["cases"][8]
+    clear = next(i for i, margin in enumerate(case["margins"]) if margin < 0.5)
+    assert clear > 12
+    job = decoding._job(params, case["prompt_ids"], max_new_tokens=clear)
     compiled = decoding._decode_program.lower(
         job.params, job.request, job.prompt, plan=job.plan, width=job.width
     ).compile()
@@ -93,4 +95,4 @@ def test_bfloat16():
     assert memory.argument_size_in_bytes < 1.001 * weights
     assert memory.temp_size_in_bytes < 25e6
     result = compiled(job.params, job.request, job.prompt)
-    assert "Paris" in params.tokenizer.decode(emitted(result))
+    assert emitted(result) == case["greedy_ids"][:clear]
