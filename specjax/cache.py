@@ -26,11 +26,14 @@ def append(cache: Cache, block: Block, lengths: Array) -> Cache:
       lengths: `[B]` int32, the new lengths: how much of the block is kept.
 
     Returns:
-      The cache with the block at `[lengths, lengths + T)` of the old lengths.
+      The cache with the block at `[lengths, lengths + T)` of the old lengths; zeros where it is not
+      kept, so that not even a NaN of a rejected draft stays behind.
     """
     start = cache.lengths
+    kept = jnp.arange(block.keys[0].shape[2])[None, :] < (lengths - start)[:, None]  # [B, T]
 
     def write(slots: Array, new: Array) -> Array:
+        new = jnp.where(kept[:, None, :, None], new, jnp.zeros_like(new))
         if start.shape[0] == 1:
             return jax.lax.dynamic_update_slice_in_dim(slots, new, start[0], axis=2)
         return jax.vmap(

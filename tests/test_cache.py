@@ -19,7 +19,8 @@ def test_append_at_each_rows_length(batch):
     out = cache.append(held, Block(keys=new, values=new), lengths + 2)
     for b in range(batch):
         start = int(lengths[b])
-        np.testing.assert_array_equal(out.keys[0][b, :, start : start + 3], new[0][b])
+        np.testing.assert_array_equal(out.keys[0][b, :, start : start + 2], new[0][b, :, :2])
+        assert not np.asarray(out.keys[0][b, :, start + 2]).any()  # beyond the new length
         assert not np.asarray(out.values[0][b, :, :start]).any()
     np.testing.assert_array_equal(out.lengths, lengths + 2)
     np.testing.assert_array_equal(

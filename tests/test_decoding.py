@@ -185,6 +185,19 @@ def test_nonfinite_logits_end_their_row_only():
     np.testing.assert_array_equal(out.lengths, [8, 0])
 
 
+def test_a_draft_without_a_law_is_not_tried():
+    """NaN in the draft's weights: nothing is accepted, and sampled rows keep the target's law.
+
+    With nothing drafted, a row draws what plain decoding draws with the same key."""
+    params, key = tiny.params("draft_model"), jax.random.key(5)
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params.draft)
+    options = {"max_new_tokens": 12, "sampling": Sampling(temperature=[0.0, 1.0]), "key": key}
+    out = specjax.decode(params.replace(draft=broken), [[1, 2], [3]], **options)
+    plain = specjax.decode(tiny.params(), [[1, 2], [3]], **options)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    assert int(out.stats.proposed.sum()) == 0
+
+
 @pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
 def test_statistics_add_up(drafter):
     out = specjax.decode(tiny.params(drafter), PROMPTS, max_new_tokens=24)

@@ -59,28 +59,31 @@ def draft_model(model: Model, num_speculative_tokens: int = 4) -> Drafter:
             out = model.forward(weights, tokens, positions, held, causal)
             held = cache.append(held, out.block, held.lengths + count)
             last = jnp.take_along_axis(out.hidden, count[:, None, None] - 1, axis=1)[:, 0]
+            logits = model.unembed(weights, last)
             keys = sampling.at_positions(key, Purpose.DRAFT, position)
-            token, probs = sampling.sample(keys, model.unembed(weights, last), context.sampling)
-            return held, token, probs
+            token, probs = sampling.sample(keys, logits, context.sampling)
+            return held, token, probs, jnp.isfinite(jnp.max(logits, axis=-1))
 
         missing = context.lengths - held.lengths  # [B], 1 or 2
         index = held.lengths[:, None] + jnp.arange(2)[None, :]  # the second may be meaningless
         pair = jnp.take_along_axis(context.tokens, index, axis=1)
-        held, token, probs = step(held, pair, missing, context.lengths)
+        held, token, probs, sound = step(held, pair, missing, context.lengths)
 
         def body(carry, i):
             held, token = carry
             one = jnp.ones_like(missing)
-            held, token, probs = step(held, token[:, None], one, context.lengths + i)
-            return (held, token), (token, probs)
+            held, token, probs, sound = step(held, token[:, None], one, context.lengths + i)
+            return (held, token), (token, probs, sound)
 
-        (held, _), (tokens, laws) = jax.lax.scan(body, (held, token), jnp.arange(1, depth))
+        (held, _), (tokens, laws, sounds) = jax.lax.scan(body, (held, token), jnp.arange(1, depth))
         tokens = jnp.concatenate([token[:, None], tokens.T], axis=1)
+        # A draft without a law (NaN or +inf in its logits) ends there: no q, no losslessness.
+        sound = jnp.concatenate([sound[:, None], sounds.T], axis=1)
         proposal = Proposal(
             tokens=tokens,
             parents=jnp.asarray(tree.chain(depth)),
             probs=jnp.concatenate([probs[:, None], laws.swapaxes(0, 1)], axis=1),
-            valid=jnp.ones(tokens.shape, bool),
+            valid=jnp.cumprod(sound, axis=1, dtype=jnp.int32).astype(bool),
             candidate=jnp.ones(tokens.shape, bool),
         )
         return proposal, held
