@@ -25,6 +25,9 @@ class StoredTensor(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
+_NOT_WEIGHTS = frozenset("BOOL I8 I16 I32 I64 U8 U16 U32 U64".split())
+
+
 def match(
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
@@ -55,6 +58,12 @@ def match(
             "download it again, or correct its configuration."
         )
     for path, name in names.items():
+        if stored[name].kind in _NOT_WEIGHTS:
+            raise ValueError(
+                f"{stored[name].file}: the tensor {name} is stored as {stored[name].kind}; wanted "
+                "floating point. A quantised checkpoint of this kind is not supported: use the "
+                "original weights or a GGUF file."
+            )
         if stored[name].shape != shapes[path]:
             raise ValueError(
                 f"{stored[name].file}: the tensor {name} has the shape {stored[name].shape}; its "

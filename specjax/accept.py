@@ -176,10 +176,13 @@ def _batch(proposal: Proposal) -> int:
 
 
 def _tried(proposal: Proposal, depth: int) -> Array:
-    """`[B, K]` bool: nodes 1, 2, ... for as long as each is a valid candidate on the chain."""
+    """`[B, K]` bool: nodes 1, 2, ... while each is a valid candidate on the chain, with a law q."""
     chain = jnp.arange(depth, dtype=jnp.int32)[None, :]
     on_chain = jnp.atleast_2d(proposal.parents)[:, :depth] == chain
     tried = proposal.valid[:, :depth] & proposal.candidate[:, :depth] & on_chain
+    if proposal.probs is not None:  # NaN or no mass: not a law, so nothing could be drawn from it
+        mass = jnp.sum(proposal.probs[:, :depth], axis=-1)
+        tried = tried & jnp.isfinite(mass) & (mass > 0)
     return jnp.cumprod(tried, axis=1, dtype=jnp.int32).astype(bool)
 
 

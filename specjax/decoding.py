@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from specjax import cache, sharding, tree
 from specjax.accept import Acceptance, logits_law, speculative_sampling
 from specjax.draft import draft_step
-from specjax.inputs import Request, prepare, round_up
+from specjax.inputs import Request, positive, prepare, round_up
 from specjax.sampling import Sampling, row_keys
 from specjax.types import (
     Cache,
@@ -304,6 +304,13 @@ def _job(
 ) -> _Job:
     if not isinstance(params, Params):
         raise ValueError(f"params must come from specjax.load, got {type(params)}")
+    if not isinstance(acceptance, Acceptance | None):
+        raise ValueError(
+            f"acceptance must be a rule such as specjax.accept.speculative_sampling(), "
+            f"got {acceptance!r}"
+        )
+    if not isinstance(mesh, Mesh | None):
+        raise ValueError(f"mesh must come from jax.make_mesh, got {mesh!r}")
     mesh = sharding.mesh_of(params.target) if mesh is None else mesh
     prepared = prepare(
         params,
@@ -334,8 +341,10 @@ def _job(
 
 
 def _trim(result: DecodeResult, rows: int, max_new_tokens: int) -> DecodeResult:
-    """Cuts padding rows and columns off, on the host: a device slice would compile a program."""
-    result = jax.tree.map(lambda x: np.asarray(x)[:rows], result)
+    """Cuts padding rows and columns off."""
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(result)):
+        result = jax.tree.map(np.asarray, result)  # a slice on the device would be compiled
+    result = jax.tree.map(lambda x: x[:rows], result)
     result = dataclasses.replace(result, tokens=result.tokens[:, :max_new_tokens])
     return jax.tree.map(jnp.asarray, result)
 
@@ -393,8 +402,6 @@ def decode(
         mesh=mesh,
     )
     result = _decode_program(job.params, job.request, job.prompt, plan=job.plan, width=job.width)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(result)):
-        return result
     return _trim(result, job.rows, max_new_tokens)
 
 
@@ -412,6 +419,7 @@ def stream_tokens(
     Yields:
       The growing `DecodeResult`; the last one has no row with `Status.RUNNING`.
     """
+    rounds = positive("rounds", rounds)
     job = _job(params, prompt, max_new_tokens=max_new_tokens, **options)
     state, stats = _start_program(job.params, job.request, job.prompt, plan=job.plan)
     running = True

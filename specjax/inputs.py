@@ -20,7 +20,7 @@ from specjax import sampling as sampling_lib
 from specjax.sampling import Sampling
 from specjax.types import Params, record
 
-__all__ = ["Prepared", "Request", "prepare"]
+__all__ = ["Prepared", "Request", "positive", "prepare", "round_up"]
 
 _MIN_PROMPT, _MIN_OUTPUT, _SLOT_STEP, _CHUNK, _EOS_STEP = 16, 16, 64, 128, 4
 
@@ -67,9 +67,10 @@ def _is_int(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
-def _positive(name: str, value: Any) -> int:
-    if not _is_int(value) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+def positive(name: str, value: Any) -> int:
+    """An integer of at least 1 that fits an int32, or a ValueError naming the argument."""
+    if not _is_int(value) or not 1 <= value < 1 << 30:
+        raise ValueError(f"{name} must be an integer from 1 to {(1 << 30) - 1}, got {value!r}")
     return int(value)
 
 
@@ -139,6 +140,14 @@ def _eos(eos_ids: Any, params: Params) -> np.ndarray:
     return padded
 
 
+def _traced_eos(eos_ids: Any) -> Array:
+    if not isinstance(eos_ids, jax.Array) or eos_ids.ndim > 1:
+        raise ValueError(f"inside jax.jit eos_ids must be an array [] or [n], got {eos_ids!r}")
+    if not jnp.issubdtype(eos_ids.dtype, jnp.integer):
+        raise ValueError(f"eos_ids must be integers, got {eos_ids.dtype}")
+    return jnp.atleast_1d(eos_ids)
+
+
 def _keys(key: Any, rows: int, batch: int, greedy: bool) -> Array:
     """One key, or one a row padded to the bucket."""
     if key is None:
@@ -153,10 +162,11 @@ def _keys(key: Any, rows: int, batch: int, greedy: bool) -> Array:
         return key
     if key.shape != (rows,):
         raise ValueError(f"key must be one key, or one a row ({rows}), got shape {key.shape}")
-    if isinstance(key, jax.core.Tracer) or batch == rows:
+    if batch == rows:
         return key
-    data = np.asarray(jax.random.key_data(key))
-    data = np.concatenate([data, np.zeros((batch - rows, *data.shape[1:]), data.dtype)])
+    data = jax.random.key_data(key)
+    xp = jnp if _traced(data) else np
+    data = xp.pad(xp.asarray(data), ((0, batch - rows), (0, 0)))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
@@ -171,7 +181,7 @@ def _room(params: Params, longest: int, needed: int, max_len: Any) -> int:
                 "shorten the prompt"
             )
         return max_len
-    max_len = _positive("max_len", max_len)
+    max_len = positive("max_len", max_len)
     if max_len > context:
         raise ValueError(f"max_len is {max_len}, but the model's context length is {context}")
     if longest > max_len:
@@ -201,12 +211,18 @@ def prepare(
     """
     if not isinstance(sampling, Sampling):
         raise ValueError(f"sampling must be a specjax.Sampling, got {type(sampling)}")
-    max_new_tokens = _positive("max_new_tokens", max_new_tokens)
-    traced = _traced(prompt, prompt_lengths, sampling, key, eos_ids)
+    max_new_tokens = positive("max_new_tokens", max_new_tokens)
+    traced = _traced(prompt, prompt_lengths, sampling, key, eos_ids, params)
 
     if _traced(prompt, prompt_lengths):
-        if prompt.ndim not in (1, 2) or prompt.shape[-1] == 0:
-            raise ValueError(f"a traced prompt must be [T] or [B, T], got shape {prompt.shape}")
+        shape = getattr(prompt, "shape", None)
+        if shape is None or len(shape) not in (1, 2) or 0 in shape:
+            raise ValueError(
+                f"inside jax.jit prompt must be an array [T] or [B, T] (with prompt_lengths for "
+                f"rows of different length), got {prompt!r}"
+            )
+        if not jnp.issubdtype(prompt.dtype, jnp.integer):
+            raise ValueError(f"prompt must hold integer token ids, got {prompt.dtype}")
         packed = jnp.atleast_2d(prompt)
         rows, longest = packed.shape
         batch, width_p = rows, longest
@@ -235,7 +251,7 @@ def prepare(
     if key is None and not greedy and traced:
         raise ValueError("key is needed to sample inside jax.jit; pass key=jax.random.key(seed)")
 
-    width = max_new_tokens if traced else _bucket(max_new_tokens, _MIN_OUTPUT)
+    width = _bucket(max_new_tokens, _MIN_OUTPUT)
     capacity = _room(params, longest, longest + max_new_tokens, max_len)
     size = min(width_p + width, params.model.max_position) if max_len is None else capacity
     chunk = min(width_p, _CHUNK)
@@ -245,7 +261,7 @@ def prepare(
     request = Request(
         keys=_keys(key, rows, batch, greedy),
         sampling=_per_row(sampling, rows, batch, xp),
-        eos_ids=_eos(eos_ids, params) if not _traced(eos_ids) else jnp.atleast_1d(eos_ids),
+        eos_ids=_traced_eos(eos_ids) if _traced(eos_ids) else _eos(eos_ids, params),
         prompt_lengths=lengths,
         limits=xp.where(active, xp.minimum(lengths + max_new_tokens, capacity), lengths).astype(
             np.int32

@@ -75,6 +75,8 @@ def load(
       >>> params.drafter.name
       'ngram'
     """
+    if not isinstance(target, (str, os.PathLike)) or not os.fspath(target):
+        raise ValueError(f"target must be a name or a path, got {target!r}")
     name = default_dtype() if dtype is None else dtype
     wanted = getattr(name, "__name__", None) or str(name)
     if wanted not in _DTYPES:

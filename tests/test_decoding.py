@@ -242,6 +242,23 @@ def test_decode_inside_jit():
     np.testing.assert_array_equal(ragged.tokens, plain.tokens)
 
 
+def test_concrete_prompts_inside_jit():
+    """Whatever is traced, the result has the caller's rows and width."""
+    params, prompts = tiny.params("ngram"), [[1, 2], [3], [4]]
+    hot, keys = Sampling(temperature=1.0), jax.random.split(jax.random.key(0), 3)
+    options = {"max_new_tokens": 6, "sampling": hot}
+    outside = specjax.decode(params, prompts, key=keys, **options)
+    by_keys = jax.jit(lambda k: specjax.decode(params, prompts, key=k, **options))(keys)
+    jax.tree.map(np.testing.assert_array_equal, by_keys, outside)
+    assert by_keys.tokens.shape == (3, 6)
+    shape = jax.eval_shape(lambda p: specjax.decode(p, prompts, key=keys, **options), params)
+    assert shape.tokens.shape == (3, 6)
+    with pytest.raises(ValueError, match="key is needed"):
+        jax.eval_shape(lambda p: specjax.decode(p, prompts, **options), params)
+    with pytest.raises(ValueError, match="integer token ids"):
+        jax.eval_shape(lambda x: specjax.decode(params, x), jnp.array([1.5, 2.0]))
+
+
 @dataclasses.dataclass
 class _Counter:
     traces: int = 0

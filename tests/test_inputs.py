@@ -3,9 +3,10 @@
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import specjax
-from specjax import Sampling
+from specjax import Sampling, drafters
 from tests import tiny
 
 BAD = [
@@ -38,6 +39,9 @@ BAD = [
     ({"prompt_lengths": [9]}, "prompt_lengths"),
     ({"prompt_lengths": [1, 1]}, "prompt_lengths"),
     ({"params": {}}, "params must come from specjax.load"),
+    ({"max_new_tokens": 1 << 31}, "max_new_tokens must be"),
+    ({"acceptance": "greedy"}, "acceptance must be a rule"),
+    ({"mesh": 4}, "mesh must come from"),
 ]
 
 
@@ -87,6 +91,37 @@ def test_a_draft_with_another_vocabulary(shared):
 def test_bad_dtype(shared, dtype):
     with pytest.raises(ValueError, match="dtype must be one of"):
         specjax.load(shared / "parity" / "hf-llama-untied", dtype=dtype)
+
+
+def test_a_drafter_without_its_weights():
+    params = tiny.params("draft_model")
+    with pytest.raises(ValueError, match=r"params\.draft is None"):
+        specjax.decode(params.replace(draft=None), [1, 2])
+    other = drafters.draft_model(tiny.markov_model(30), 2)
+    with pytest.raises(ValueError, match="30 tokens, the target has 61"):
+        specjax.decode(params.replace(drafter=other), [1, 2])
+
+
+@pytest.mark.parametrize("rounds", [0, -1, 1.5])
+def test_bad_rounds(rounds):
+    with pytest.raises(ValueError, match="rounds must be"):
+        next(specjax.stream_tokens(tiny.params(), [1], rounds=rounds))
+
+
+def test_integer_weights_are_refused(shared, tmp_path):
+    source = shared / "parity" / "hf-llama-untied"
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is stored as I8"):
+        specjax.load(tmp_path)
+
+
+@pytest.mark.parametrize("target", [None, 3, "", b"x"])
+def test_bad_target(target):
+    with pytest.raises(ValueError, match="target must be a name or a path"):
+        specjax.load(target)
 
 
 def test_missing_target():

@@ -38,6 +38,16 @@ def draft_model(model: Model, num_speculative_tokens: int = 4) -> Drafter:
         raise ValueError(f"num_speculative_tokens must be an integer of at least 1, got {depth!r}")
 
     def init(params: Params, prefill: Prefill):
+        if params.draft is None:
+            raise ValueError(
+                "params.draft is None, but the drafter draft_model needs the draft's weights; load "
+                "them with specjax.load(target, drafter=...) or params.replace(draft=...)"
+            )
+        if model.vocab_size != params.model.vocab_size:
+            raise ValueError(
+                f"the draft model of params.drafter has {model.vocab_size} tokens, the target has "
+                f"{params.model.vocab_size}; a draft model needs the target's vocabulary"
+            )
         held, _ = cache.prefill(
             model,
             params.draft,
