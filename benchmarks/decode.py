@@ -60,11 +60,12 @@ def measure_dtype(args: argparse.Namespace, texts: list[str], dtype: str) -> lis
                 one = timed_stream(params, ids, args.max_new_tokens, args.temperature)
                 if repeat and (name not in best or one["seconds"] < best[name]["seconds"]):
                     best[name] = one
+        expected = best["plain"]["tokens"]
         for name, one in best.items():
             one["ms_per_token"] = 1e3 * one["seconds"] / one["timed_tokens"]
             one["ratio"] = best["plain"]["seconds"] / best["plain"]["timed_tokens"]
             one["ratio"] /= one["seconds"] / one["timed_tokens"]
-            one["same_text"] = one.pop("tokens") == best["plain"].get("tokens", None)
+            one["same_text"] = one.pop("tokens") == expected
             kept[name].append(one)
         print(f"{dtype}: {text[:40]!r} done", file=sys.stderr)
     return [
