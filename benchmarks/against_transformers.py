@@ -17,7 +17,7 @@ import subprocess
 from pathlib import Path
 
 import jax
-from measure import environment, timed_stream
+from measure import environment, timed_stream, write_report
 
 import specjax
 from specjax import checkpoints
@@ -92,10 +92,7 @@ def main() -> None:
         "ratio_of_best": min(theirs) / min(ours),
         "same_tokens": one["tokens"] == two["tokens"],
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    write_report(report, args.out)
 
 
 if __name__ == "__main__":

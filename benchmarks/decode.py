@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from measure import environment, timed_stream
+from measure import environment, timed_stream, write_report
 
 import specjax
 from specjax import Params
@@ -105,10 +105,7 @@ def main() -> None:
         "lossless": True,
         "results": results,
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    write_report(report, args.out)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ Ten layers of SmolLM2's products and its unembedding, for a few rows, in each fo
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from measure import environment
+from measure import environment, write_report
 
 WIDTH, INNER, VOCAB, LAYERS = 576, 1536, 49152, 10
 SHAPES = [(960, WIDTH), (WIDTH, WIDTH), (2 * INNER, WIDTH), (WIDTH, INNER)]
@@ -102,10 +101,8 @@ def main() -> None:
         {"dtype": d, "form": f, "rows": r, "ms_best": 1e3 * s, "ratio": s / base}
         for (d, f, r), s in best.items()
     ]
-    text = json.dumps({"environment": environment(), "results": rows}, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    report = {"environment": environment(), "results": rows}
+    write_report(report, args.out)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import numpy as np
 
 import specjax
 
-__all__ = ["environment", "timed_stream"]
+__all__ = ["environment", "timed_stream", "write_report"]
 
 
 def environment() -> dict[str, Any]:
@@ -74,3 +76,11 @@ def timed_stream(
         ],
         "tokens": np.asarray(last.tokens)[0, :emitted].tolist(),
     }
+
+
+def write_report(report: dict[str, Any], out: Path | None) -> None:
+    """Prints a report as JSON, and writes it to a file if one is named."""
+    text = json.dumps(report, indent=1)
+    print(text)
+    if out:
+        out.write_text(text + "\n")

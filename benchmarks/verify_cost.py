@@ -10,14 +10,13 @@ machine shows in `spread` (90th percentile over median).
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import environment
+from measure import environment, write_report
 
 import specjax
 from specjax import tree
@@ -86,10 +85,7 @@ def main() -> None:
         "slots": args.slots,
         "results": rows,
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    write_report(report, args.out)
 
 
 if __name__ == "__main__":
