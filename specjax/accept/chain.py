@@ -3,100 +3,135 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from specjax import sampling
 from specjax.accept.laws import TargetLaw
-from specjax.accept.rule import Acceptance, keep_probability, residual
+from specjax.accept.rule import Acceptance, JudgeFn, eligible, keep_probability, residual
 from specjax.sampling import Purpose
 from specjax.types import Proposal, Verdict
 
-__all__ = ["chain_following", "chain_keep", "speculative_sampling"]
+__all__ = [
+    "chain_following",
+    "chain_keep",
+    "chain_probabilities",
+    "chain_tried",
+    "chain_verdict",
+    "judge_by_depth",
+    "lenient_sampling",
+    "next_draft_law",
+    "speculative_sampling",
+]
+
+KeepFn = Callable[[Proposal, TargetLaw, int], Array]  # proposal, law, depth -> [B, K]
+FollowingFn = Callable[[Proposal, TargetLaw, Array, int], Array]  # ..., accepted [B] -> [B, V]
 
 
-def chain_keep(proposal: Proposal, law: TargetLaw, depth: int) -> Array:
+def chain_tried(proposal: Proposal, depth: int) -> Array:
+    """`[B, K]` bool: nodes 1, 2, ... while each is eligible and on the chain."""
+    chain = jnp.arange(depth, dtype=jnp.int32)[None, :]
+    on_chain = jnp.atleast_2d(proposal.parents)[:, :depth] == chain
+    tried = eligible(proposal)[:, :depth] & on_chain
+    return jnp.cumprod(tried, axis=1, dtype=jnp.int32).astype(bool)
+
+
+def chain_probabilities(proposal: Proposal, law: TargetLaw, depth: int) -> tuple[Array, Array]:
+    """p and q of each drafted token of the chain, `[B, K]` each."""
+    tokens = proposal.tokens[:, :depth]
+    nodes = jnp.broadcast_to(jnp.arange(depth, dtype=jnp.int32)[None, :], tokens.shape)
+    p = law.at(nodes, tokens)
+    if proposal.probs is None:
+        return p, jnp.ones_like(p)
+    q = jnp.take_along_axis(proposal.probs[:, :depth], tokens[..., None], axis=-1)[..., 0]
+    return p, q
+
+
+def next_draft_law(proposal: Proposal, after: Array, vocab: int) -> Array:
+    """q of the draft that follows `after [B]` drafts on a chain, `[B, V]`; N must not be 0."""
+    slot = jnp.minimum(after, proposal.tokens.shape[1] - 1)[:, None]
+    if proposal.probs is None:
+        return jax.nn.one_hot(jnp.take_along_axis(proposal.tokens, slot, axis=1)[:, 0], vocab)
+    return jnp.take_along_axis(proposal.probs, slot[..., None], axis=1)[:, 0]
+
+
+def chain_keep(proposal: Proposal, law: TargetLaw, depth: int, lenience: float = 1.0) -> Array:
     """How likely each draft of the chain 1, 2, ..., depth stands, given that those before it do.
 
     Returns:
-      `[B, K]` float32; 0 at and beyond the first node that is invalid, a rider, or off the chain.
+      `[B, K]`; 0 at and beyond the first node that is invalid, a rider, or off the chain.
     """
-    nodes = jnp.broadcast_to(jnp.arange(depth, dtype=jnp.int32)[None, :], (_batch(proposal), depth))
-    tokens = proposal.tokens[:, :depth]
-    p = law.at(nodes, tokens)
-    if proposal.probs is None:
-        q = jnp.ones_like(p)
-    else:
-        q = jnp.take_along_axis(proposal.probs[:, :depth], tokens[..., None], axis=-1)[..., 0]
-    return jnp.where(_tried(proposal, depth), keep_probability(p, q), 0.0)
+    p, q = chain_probabilities(proposal, law, depth)
+    return jnp.where(chain_tried(proposal, depth), keep_probability(p, lenience * q), 0.0)
 
 
-def chain_following(proposal: Proposal, law: TargetLaw, accepted: Array, depth: int) -> Array:
+def chain_following(
+    proposal: Proposal, law: TargetLaw, accepted: Array, depth: int, lenience: float = 1.0
+) -> Array:
     """The law of the token after `accepted` drafts: the residual if the next one was tried, else p.
 
     Args:
       accepted: `[B]` int32.
 
     Returns:
-      `[B, V]` float32.
+      `[B, V]`.
     """
     p = law.row(accepted)
     if depth == 0:
         return p
     slot = jnp.minimum(accepted, depth - 1)[:, None]
-    failed = (accepted[:, None] < depth) & jnp.take_along_axis(
-        _tried(proposal, depth), slot, axis=1
-    )
-    if proposal.probs is None:
-        token = jnp.take_along_axis(proposal.tokens, slot, axis=1)[:, 0]
-        q = jax.nn.one_hot(token, p.shape[-1], dtype=p.dtype)
-    else:
-        q = jnp.take_along_axis(proposal.probs, slot[..., None], axis=1)[:, 0]
-    return jnp.where(failed, residual(p, q), p)
+    tried = jnp.take_along_axis(chain_tried(proposal, depth), slot, axis=1)
+    failed = (accepted[:, None] < depth) & tried
+    q = next_draft_law(proposal, accepted, p.shape[-1]).astype(p.dtype)
+    return jnp.where(failed, residual(p, lenience * q), p)
 
 
-def _batch(proposal: Proposal) -> int:
-    return proposal.tokens.shape[0]
-
-
-def _tried(proposal: Proposal, depth: int) -> Array:
-    """`[B, K]` bool: nodes 1, 2, ... while each is a valid candidate on the chain, with a law q."""
-    chain = jnp.arange(depth, dtype=jnp.int32)[None, :]
-    on_chain = jnp.atleast_2d(proposal.parents)[:, :depth] == chain
-    tried = proposal.valid[:, :depth] & proposal.candidate[:, :depth] & on_chain
-    if proposal.probs is not None:  # NaN or no mass: not a law, so nothing could be drawn from it
-        mass = jnp.sum(proposal.probs[:, :depth], axis=-1)
-        tried = tried & jnp.isfinite(mass) & (mass > 0)
-    return jnp.cumprod(tried, axis=1, dtype=jnp.int32).astype(bool)
-
-
-def _judge_chain(
-    key: Array, proposal: Proposal, law: TargetLaw, positions: Array, depth: int
+def chain_verdict(
+    key: Array,
+    proposal: Proposal,
+    law: TargetLaw,
+    positions: Array,
+    depth: int,
+    accepted: Array,
+    following: Array,
 ) -> Verdict:
-    batch, nodes = proposal.tokens.shape
-    step = jnp.arange(depth + 1, dtype=jnp.int32)[None, :]
-    keep = chain_keep(proposal, law, depth)
-    # A coin for each draft, and a draw for each place where the chain may end.
-    purposes = np.array([Purpose.ACCEPT] * depth + [Purpose.RESAMPLE] * (depth + 1), np.int32)
-    offsets = jnp.concatenate([step[:, :depth], step], axis=1)
-    keys = sampling.at_positions(key, purposes[None, :], positions[:, None] + offsets)
-    kept = jax.vmap(jax.vmap(jax.random.uniform))(keys[:, :depth]) < keep
-    accepted = jnp.sum(jnp.cumprod(kept, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    """The verdict that the first `accepted [B]` drafts of a chain stand.
 
-    last = jax.vmap(lambda row, a: row[depth + a])(keys, accepted)
-    following = sampling.draw(last, chain_following(proposal, law, accepted, depth))
+    Args:
+      following: `[B, V]`, the law of the token after them.
+    """
+    batch, nodes = proposal.tokens.shape
+    keys = sampling.at_positions(key, Purpose.RESAMPLE, positions + accepted)
+    token = sampling.draw(keys, following)
+    step = jnp.arange(depth + 1, dtype=jnp.int32)[None, :]
     path = jnp.broadcast_to(step, (batch, depth + 1))
-    padded = jnp.concatenate([proposal.tokens[:, :depth], following[:, None]], axis=1)
+    padded = jnp.concatenate([proposal.tokens[:, :depth], token[:, None]], axis=1)
     asked = jnp.arange(nodes + 1)[None, :] <= accepted[:, None]
     return Verdict(
         accepted=accepted,
         path=path,
-        tokens=jnp.where(path == accepted[:, None], following[:, None], padded),
+        tokens=jnp.where(path == accepted[:, None], token[:, None], padded),
         finite=law.finite(asked),
     )
+
+
+def judge_by_depth(keep_fn: KeepFn, following_fn: FollowingFn) -> JudgeFn:
+    """A judge that tosses one coin a depth and stops at the first that fails."""
+
+    def judge(
+        key: Array, proposal: Proposal, law: TargetLaw, positions: Array, depth: int
+    ) -> Verdict:
+        steps = positions[:, None] + jnp.arange(depth, dtype=jnp.int32)[None, :]
+        keys = sampling.at_positions(key, Purpose.ACCEPT, steps)
+        kept = jax.vmap(jax.vmap(jax.random.uniform))(keys) < keep_fn(proposal, law, depth)
+        accepted = jnp.sum(jnp.cumprod(kept, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+        following = following_fn(proposal, law, accepted, depth)
+        return chain_verdict(key, proposal, law, positions, depth, accepted, following)
+
+    return judge
 
 
 @functools.cache
@@ -105,8 +140,42 @@ def speculative_sampling() -> Acceptance:
 
     Where q is one-hot (deterministic drafts) a token is kept with probability p(x); where p is
     one-hot too (greedy rows) that is equality with the target's choice. Of a tree, only the chain
-    of nodes 1, 2, ... is tried.
+    of nodes 1, 2, ... is tried. Lossless for any q.
 
-    Reference: Leviathan et al. 2023, Algorithm 1.
+    Reference: Leviathan et al. 2023 (arXiv:2211.17192), Algorithm 1.
     """
-    return Acceptance(judge=_judge_chain, name="speculative_sampling", lossless=True, chain=True)
+    judge = judge_by_depth(chain_keep, chain_following)
+    return Acceptance(judge=judge, name="speculative_sampling", lossless=True, chain=True)
+
+
+def lenient_sampling(lenience: float) -> Acceptance:
+    """Speculative sampling that forgives the draft: q is multiplied by a lenience l first.
+
+    Keep with min(1, p / (l q)), else resample from norm(max(p - l q, 0)). Lossy for l < 1: no
+    token's probability exceeds that of the target by more than a factor of 1 / l. Lossless for
+    l = 1. Greedy rows stay exact for any l, since their law is one-hot: p is 0 at every other
+    token, and what is 0 is never kept. For chains, like `speculative_sampling`.
+
+    Args:
+      lenience: l, in (0, 1].
+
+    Raises:
+      ValueError: l outside (0, 1].
+
+    Reference: Leviathan et al. 2023 (arXiv:2211.17192), appendix A.5 on lenience.
+    """
+    number = isinstance(lenience, int | float) and not isinstance(lenience, bool)
+    if not (number and 0 < lenience <= 1):
+        raise ValueError(
+            f"lenience must be a number above 0 and at most 1 (1 is lossless), got {lenience!r}"
+        )
+    return _lenient(float(lenience))
+
+
+@functools.cache
+def _lenient(lenience: float) -> Acceptance:
+    judge = judge_by_depth(
+        functools.partial(chain_keep, lenience=lenience),
+        functools.partial(chain_following, lenience=lenience),
+    )
+    return Acceptance(judge=judge, name="lenient_sampling", lossless=lenience == 1, chain=True)

@@ -1,4 +1,4 @@
-"""What a verification rule is, and the two formulas that the rules share.
+"""What a verification rule is, and what the rules share.
 
 `keep_probability` and `residual` are functions without a key; coins are tossed last.
 """
@@ -13,7 +13,7 @@ from jax import Array
 from specjax.accept.laws import TargetLaw
 from specjax.types import Proposal, Verdict
 
-__all__ = ["Acceptance", "JudgeFn", "keep_probability", "residual"]
+__all__ = ["Acceptance", "JudgeFn", "eligible", "keep_probability", "residual"]
 
 
 class JudgeFn(Protocol):
@@ -60,3 +60,15 @@ def residual(p: Array, q: Array) -> Array:
     left = jnp.maximum(p - q, 0.0)
     mass = jnp.sum(left, axis=-1, keepdims=True)
     return jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1.0), p)
+
+
+def eligible(proposal: Proposal) -> Array:
+    """`[B, N]` bool: nodes that may be tried: valid candidates that were drawn from a law q.
+
+    A q with NaN or without mass is no law: nothing could have been drawn from it.
+    """
+    may = proposal.valid & proposal.candidate
+    if proposal.probs is None:
+        return may
+    mass = jnp.sum(proposal.probs, axis=-1)
+    return may & jnp.isfinite(mass) & (mass > 0)
