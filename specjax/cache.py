@@ -59,6 +59,7 @@ def prefill(
     chunk: int,
     features: tuple[int, ...] = (),
     constrain: Callable[[Cache], Cache] = lambda cache: cache,
+    also: Callable[[Array, Forward], tuple[Array, ...]] = lambda start, out: (),
 ) -> tuple[Cache, tuple[Array, ...]]:
     """Reads prompts into an empty cache, `chunk` tokens of every row at a time.
 
@@ -72,9 +73,11 @@ def prefill(
       chunk: C tokens a pass.
       features: layers whose states are wanted.
       constrain: applied to the cache after each write (sharding).
+      also: what else to keep of each pass, as arrays `[B, C, ...]`, given where the chunk starts.
 
     Returns:
-      The cache with `lengths` tokens a row, and features `[B, P, E]`, zero where nothing was read.
+      The cache with `lengths` tokens a row, and features `[B, P, E]`, then what `also` gives,
+      `[B, P, ...]`; zero where nothing was read.
     """
     batch, total = tokens.shape
     causal = jnp.tril(jnp.ones((1, chunk, chunk), bool))
@@ -100,11 +103,15 @@ def prefill(
         )
         kept = tuple(
             jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
-            for old, new in zip(kept, out.features, strict=True)
+            for old, new in zip(kept, (*out.features, *also(start, out)), strict=True)
         )
         return constrain(Cache(keys=keys, values=values, lengths=cache.lengths)), kept
 
-    shapes = jax.eval_shape(run, jnp.int32(0), cache).features
-    kept = tuple(jnp.zeros((batch, total, s.shape[-1]), s.dtype) for s in shapes)
+    def keeps(start: Array, cache: Cache) -> tuple[Array, ...]:
+        out = run(start, cache)
+        return (*out.features, *also(start, out))
+
+    shapes = jax.eval_shape(keeps, jnp.int32(0), cache)
+    kept = tuple(jnp.zeros((batch, total, *s.shape[2:]), s.dtype) for s in shapes)
     cache, kept = jax.lax.fori_loop(0, chunks, body, (cache, kept))
     return Cache(keys=cache.keys, values=cache.values, lengths=lengths), kept

@@ -13,203 +13,28 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from specjax import cache, sharding, tree
-from specjax.accept import Acceptance, logits_law, speculative_sampling
-from specjax.draft import draft_step
-from specjax.inputs import Request, positive, prepare, round_up
+from specjax import logprobs as logprobs_lib
+from specjax import sharding
+from specjax.accept import Acceptance, speculative_sampling
+from specjax.constraints import Constraint
+from specjax.inputs import Request, bounded, positive, prepare
+from specjax.rounds import Account, DecodeState, Plan, decode_round, start
 from specjax.sampling import Sampling, row_keys
-from specjax.types import (
-    Cache,
-    Context,
-    DecodeResult,
-    Outcome,
-    Params,
-    Prefill,
-    Proposal,
-    PyTree,
-    Stats,
-    Status,
-    Verdict,
-    check_verdict,
-    record,
-)
-from specjax.verify import verify_step
+from specjax.types import DecodeResult, Params, Status
 
-__all__ = ["DecodeState", "Plan", "decode", "decode_round", "start", "stream_tokens"]
+__all__ = ["decode", "stream_tokens"]
 
 _INT = jnp.int32
-
-
-class Plan(NamedTuple):
-    """What is fixed when a decoding program is compiled."""
-
-    acceptance: Acceptance
-    slots: int  # S: cache slots and token buffer of a row
-    chunk: int  # C: prompt tokens a prefill pass
-    mesh: Mesh | None
-
-
-@record
-class DecodeState:
-    """What the next round needs."""
-
-    tokens: Array  # [B, S] int32: prompt and output; meaningless at or beyond lengths
-    lengths: Array  # [B] int32: committed tokens, the root included
-    status: Array  # [B] int32
-    cache: Cache  # of the target: all committed tokens but the root
-    draft: PyTree
-
-
-def start(params: Params, request: Request, prompt: Array, plan: Plan) -> tuple[DecodeState, Stats]:
-    """Reads the prompts: everything but each row's last token, which is the first root.
-
-    Args:
-      prompt: `[B, P]` int32.
-
-    Returns:
-      The state before the first round, and empty statistics.
-    """
-    batch = prompt.shape[0]
-    tokens = jnp.zeros((batch, plan.slots), _INT)
-    tokens = jax.lax.dynamic_update_slice_in_dim(tokens, prompt.astype(_INT), 0, axis=1)
-    tokens = sharding.constrain_rows(tokens, plan.mesh)
-    padded = round_up(prompt.shape[1], plan.chunk)
-    constrain = functools.partial(sharding.constrain_cache, mesh=plan.mesh)
-    model = params.model
-    held, features = cache.prefill(
-        model,
-        params.target,
-        constrain(model.init_cache(params.target, batch, plan.slots)),
-        tokens[:, :padded],
-        request.prompt_lengths - 1,
-        chunk=plan.chunk,
-        features=params.drafter.features,
-        constrain=constrain,
-    )
-    prefill = Prefill(
-        tokens=tokens[:, :padded],
-        lengths=request.prompt_lengths,
-        features=features,
-        slots=plan.slots,
-        chunk=plan.chunk,
-    )
-    status = jnp.where(
-        request.limits > request.prompt_lengths,
-        Status.RUNNING,
-        jnp.where(request.active, Status.CACHE_FULL, Status.LENGTH),
-    )
-    state = DecodeState(
-        tokens=tokens,
-        lengths=request.prompt_lengths,
-        status=status.astype(_INT),
-        cache=held,
-        draft=params.drafter.init(params, prefill),
-    )
-    depth = params.drafter.depth
-    stats = Stats(
-        rounds=jnp.zeros(batch, _INT),
-        histogram=jnp.zeros((batch, depth + 1), _INT),
-        proposed=jnp.zeros((batch, depth), _INT),
-        accepted=jnp.zeros((batch, depth), _INT),
-    )
-    return state, stats
-
-
-def decode_round(
-    params: Params, request: Request, state: DecodeState, stats: Stats, plan: Plan
-) -> tuple[DecodeState, Stats]:
-    """One round: draft, verify, accept, commit. Rows that have ended are left as they are."""
-    active = state.status == Status.RUNNING
-    context = Context(
-        tokens=state.tokens, lengths=state.lengths, sampling=request.sampling, active=active
-    )
-    root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
-
-    proposal, draft = draft_step(params, request.keys, state.draft, context)
-    scores = verify_step(params, state.cache, root, proposal)
-    depth = params.drafter.depth
-    verdict = plan.acceptance.judge(
-        request.keys, proposal, logits_law(scores.logits, request.sampling), state.lengths, depth
-    )
-    check_verdict(verdict, {"B": root.shape[0], "P": depth + 1})
-
-    count, status = _emitted(request, state, verdict)
-    lengths = state.lengths + count
-    tokens = jax.vmap(jax.lax.dynamic_update_slice_in_dim, in_axes=(0, 0, 0, None))(
-        state.tokens, verdict.tokens, state.lengths, 0
-    )
-    block = scores.block
-    if not plan.acceptance.chain:
-        block = tree.compact(block, verdict.path)
-    held = sharding.constrain_cache(cache.append(state.cache, block, lengths - 1), plan.mesh)
-    outcome = Outcome(
-        tokens=tokens,
-        lengths=lengths,
-        path=verdict.path,
-        accepted=jnp.minimum(verdict.accepted, count),
-        scores=scores,
-    )
-    draft = params.drafter.update(params, draft, outcome)
-    state = DecodeState(tokens=tokens, lengths=lengths, status=status, cache=held, draft=draft)
-    return state, _count(stats, proposal, verdict, count, active)
-
-
-def _emitted(request: Request, state: DecodeState, verdict: Verdict) -> tuple[Array, Array]:
-    """How many of the verdict's tokens each row emits, `[B]`, and its status afterwards.
-
-    The first end token, the tokens still allowed and the room left each cut the block; an end token
-    that lies beyond the limit is not seen.
-    """
-    offset = jnp.arange(verdict.tokens.shape[1])[None, :]
-    is_eos = jnp.any(verdict.tokens[:, :, None] == request.eos_ids[None, None, :], axis=-1)
-    is_eos = is_eos & ~jnp.reshape(request.sampling.ignore_eos, (-1, 1))
-    available = jnp.minimum(verdict.accepted + 1, request.limits - state.lengths)
-    is_eos = is_eos & (offset < available[:, None])
-    ended = jnp.any(is_eos, axis=1)
-    count = jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, available)
-
-    running = state.status == Status.RUNNING
-    count = jnp.where(running & verdict.finite, count, 0).astype(_INT)
-    lengths = state.lengths + count
-    limit = jnp.where(
-        request.limits < request.prompt_lengths + request.max_new_tokens,
-        Status.CACHE_FULL,
-        Status.LENGTH,
-    )
-    status = jnp.where(lengths >= request.limits, limit, Status.RUNNING)
-    status = jnp.where(ended, Status.EOS, status)
-    status = jnp.where(verdict.finite, status, Status.NONFINITE)
-    return count, jnp.where(running, status, state.status).astype(_INT)
-
-
-def _count(
-    stats: Stats, proposal: Proposal, verdict: Verdict, count: Array, active: Array
-) -> Stats:
-    """Adds a round. What lies beyond the end of a row counts as neither proposed nor accepted."""
-    depth = stats.proposed.shape[1]
-    accepted = jnp.minimum(verdict.accepted, count)
-    judged = jnp.where(count <= verdict.accepted, count, depth)  # depths before the row's end
-    level = jnp.arange(1, depth + 1)[None, :]
-    node_depth = tree.depths(tree.ancestors(proposal.parents))[:, 1:]  # [1 or B, N]
-    drafted = (proposal.valid & proposal.candidate)[:, :, None]
-    reached = jnp.any(drafted & (node_depth[:, :, None] == level[:, None, :]), axis=1)
-    ran = (active & (count > 0))[:, None]
-    return Stats(
-        rounds=stats.rounds + ran[:, 0],
-        histogram=stats.histogram + (ran & (jnp.arange(depth + 1)[None, :] == accepted[:, None])),
-        proposed=stats.proposed + (ran & reached & (level <= judged[:, None])),
-        accepted=stats.accepted + (ran & (level <= accepted[:, None])),
-    )
 
 
 def _run(
     params: Params,
     request: Request,
     state: DecodeState,
-    stats: Stats,
+    account: Account,
     rounds: Array | None,
     plan: Plan,
-) -> tuple[DecodeState, Stats]:
+) -> tuple[DecodeState, Account]:
     """Rounds until every row has ended, or at most `rounds` of them."""
 
     def unfinished(carry) -> Array:
@@ -218,23 +43,31 @@ def _run(
         return running if rounds is None else running & (i < rounds)
 
     def body(carry):
-        i, state, stats = carry
-        return i + 1, *decode_round(params, request, state, stats, plan)
+        i, state, account = carry
+        return i + 1, *decode_round(params, request, state, account, plan)
 
-    _, state, stats = jax.lax.while_loop(unfinished, body, (_INT(0), state, stats))
-    return state, stats
+    _, state, account = jax.lax.while_loop(unfinished, body, (_INT(0), state, account))
+    return state, account
 
 
 def _result(
-    params: Params, request: Request, state: DecodeState, stats: Stats, width: int
+    params: Params, request: Request, state: DecodeState, account: Account, width: int
 ) -> DecodeResult:
     """The output tokens, cut out of the token buffer."""
     lengths = state.lengths - request.prompt_lengths
     offset = jnp.arange(width)[None, :]
     index = jnp.minimum(request.prompt_lengths[:, None] + offset, state.tokens.shape[1] - 1)
     tokens = jnp.take_along_axis(state.tokens, index, axis=1)
-    tokens = jnp.where(offset < lengths[:, None], tokens, params.pad_id)
-    return DecodeResult(tokens=tokens, lengths=lengths, status=state.status, stats=stats)
+    real = offset < lengths[:, None]
+    kept = account.logprobs
+    return DecodeResult(
+        tokens=jnp.where(real, tokens, params.pad_id),
+        lengths=lengths,
+        status=state.status,
+        stats=account.stats,
+        logprobs=None if kept is None else logprobs_lib.trimmed(kept, width, real),
+        prompt_logprobs=account.prompt_logprobs,
+    )
 
 
 def _with_row_keys(request: Request) -> Request:
@@ -244,38 +77,35 @@ def _with_row_keys(request: Request) -> Request:
     return dataclasses.replace(request, keys=keys)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "width"))
-def _decode_program(
-    params: Params, request: Request, prompt: Array, *, plan: Plan, width: int
-) -> DecodeResult:
+@functools.partial(jax.jit, static_argnames=("plan",))
+def _decode_program(params: Params, request: Request, prompt: Array, *, plan: Plan) -> DecodeResult:
     """The whole generation: prefill, rounds, output."""
     request = _with_row_keys(request)
-    state, stats = start(params, request, prompt, plan)
-    state, stats = _run(params, request, state, stats, None, plan)
-    return _result(params, request, state, stats, width)
+    state, account = start(params, request, prompt, plan)
+    state, account = _run(params, request, state, account, None, plan)
+    return _result(params, request, state, account, plan.width)
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
 def _start_program(
     params: Params, request: Request, prompt: Array, *, plan: Plan
-) -> tuple[DecodeState, Stats]:
+) -> tuple[DecodeState, Account]:
     return start(params, _with_row_keys(request), prompt, plan)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "width"), donate_argnames=("state", "stats"))
+@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("state", "account"))
 def _advance_program(
     params: Params,
     request: Request,
     state: DecodeState,
-    stats: Stats,
+    account: Account,
     rounds: Array,
     *,
     plan: Plan,
-    width: int,
-) -> tuple[DecodeState, Stats, DecodeResult]:
+) -> tuple[DecodeState, Account, DecodeResult]:
     request = _with_row_keys(request)
-    state, stats = _run(params, request, state, stats, rounds, plan)
-    return state, stats, _result(params, request, state, stats, width)
+    state, account = _run(params, request, state, account, rounds, plan)
+    return state, account, _result(params, request, state, account, plan.width)
 
 
 class _Job(NamedTuple):
@@ -286,7 +116,7 @@ class _Job(NamedTuple):
     prompt: Any
     plan: Plan
     rows: int
-    width: int
+    longest: int  # prompt
 
 
 def _job(
@@ -296,7 +126,13 @@ def _job(
     max_new_tokens: int,
     sampling: Sampling | None = None,
     key: Array | None = None,
+    seed: Any = None,
     eos_ids: Any = None,
+    stop: Any = None,
+    logprobs: int | None = None,
+    logprobs_of: str = "raw",
+    prompt_logprobs: int | None = None,
+    constraint: Constraint | None = None,
     max_len: int | None = None,
     prompt_lengths: Any = None,
     acceptance: Acceptance | None = None,
@@ -318,11 +154,15 @@ def _job(
         max_new_tokens=max_new_tokens,
         sampling=Sampling() if sampling is None else sampling,
         key=key,
+        seed=seed,
         eos_ids=eos_ids,
+        stop=stop,
+        constraint=constraint,
         max_len=max_len,
         prompt_lengths=prompt_lengths,
         mesh=mesh,
     )
+    wanted = _wanted(params, logprobs, logprobs_of, prompt_logprobs)
     if mesh is not None:
         mesh = sharding.auto(mesh)
         params = params.replace(
@@ -333,19 +173,44 @@ def _job(
         acceptance=speculative_sampling() if acceptance is None else acceptance,
         slots=prepared.slots,
         chunk=prepared.chunk,
+        width=prepared.width,
+        logprobs=wanted,
         mesh=mesh,
     )
     # What only the host needs must not make a compiled program specific to it.
     params = params.replace(tokenizer=None, eos_ids=(), name="")
-    return _Job(params, prepared.request, prepared.prompt, plan, prepared.rows, prepared.width)
+    return _Job(params, prepared.request, prepared.prompt, plan, prepared.rows, prepared.longest)
 
 
-def _trim(result: DecodeResult, rows: int, max_new_tokens: int) -> DecodeResult:
+def _wanted(
+    params: Params, logprobs: Any, logprobs_of: Any, prompt_logprobs: Any
+) -> logprobs_lib.Wanted:
+    """Checks which log-probabilities are asked for."""
+    for name, top in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+        if top is not None:
+            bounded(name, top, 0, params.model.vocab_size)
+    if logprobs_of not in ("raw", "processed"):
+        raise ValueError(
+            f'logprobs_of must be "raw" (the model) or "processed" (after the sampling controls), '
+            f"got {logprobs_of!r}"
+        )
+    return logprobs_lib.Wanted(
+        top=logprobs, processed=logprobs_of == "processed", prompt_top=prompt_logprobs
+    )
+
+
+def _trim(result: DecodeResult, job: _Job, max_new_tokens: int) -> DecodeResult:
     """Cuts padding rows and columns off."""
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(result)):
         result = jax.tree.map(np.asarray, result)  # a slice on the device would be compiled
-    result = jax.tree.map(lambda x: x[:rows], result)
-    result = dataclasses.replace(result, tokens=result.tokens[:, :max_new_tokens])
+    result = jax.tree.map(lambda x: x[: job.rows], result)
+    columns = lambda tree, n: jax.tree.map(lambda x: x[:, :n], tree)
+    result = dataclasses.replace(
+        result,
+        tokens=columns(result.tokens, max_new_tokens),
+        logprobs=columns(result.logprobs, max_new_tokens),
+        prompt_logprobs=columns(result.prompt_logprobs, job.longest),
+    )
     return jax.tree.map(jnp.asarray, result)
 
 
@@ -356,7 +221,13 @@ def decode(
     max_new_tokens: int = 128,
     sampling: Sampling | None = None,
     key: Array | None = None,
+    seed: Any = None,
     eos_ids: Any = None,
+    stop: Any = None,
+    logprobs: int | None = None,
+    logprobs_of: str = "raw",
+    prompt_logprobs: int | None = None,
+    constraint: Constraint | None = None,
     max_len: int | None = None,
     prompt_lengths: Any = None,
     acceptance: Acceptance | None = None,
@@ -375,7 +246,19 @@ def decode(
       key: one `jax.random.key`, or one a row. A row's tokens depend on its own key and prompt
         only; with one key, row 0 has that key and every other row one derived from it.
         Default: fresh entropy.
+      seed: instead of `key`, an integer in 0..2^32-1, or one (or None: fresh entropy) a row; s
+        stands for `jax.random.key(s)`.
       eos_ids: tokens that end a row; default those of the checkpoint.
+      stop: what else ends a row, with `Status.STOP`: a list of token ids, sequences of token ids
+        and strings, or one of them (strings need `params.tokenizer`). The row ends with the token
+        that completes the first of them, which is emitted. They are looked for in the new tokens
+        only; a token that is an end token too counts as one.
+      logprobs: None, or how many of the most likely tokens to report beside each new token, with
+        their log-probabilities and its own (0: only its own).
+      logprobs_of: "raw" for the model's own law, softmax(logits); "processed" for the law that the
+        token was drawn from, after all controls (a greedy row gives its tokens 0).
+      prompt_logprobs: as `logprobs`, for the prompt; always of the model's own law.
+      constraint: a grammar, from `specjax.constraints`: tokens that it refuses have probability 0.
       max_len: prompt and output together, at most; default what is needed, within the model's
         context length. A row that reaches it ends with `Status.CACHE_FULL`.
       prompt_lengths: `[B]`, for a `[B, T]` prompt whose rows are padded on the right.
@@ -383,8 +266,8 @@ def decode(
       mesh: devices, with axes "data" and "model"; default the one that the weights lie on.
 
     Returns:
-      Tokens `[B, max_new_tokens]` (int32, padded with `params.pad_id`), lengths, status and
-      statistics.
+      Tokens `[B, max_new_tokens]` (int32, padded with `params.pad_id`), lengths, status,
+      statistics, and the log-probabilities that were asked for.
 
     Raises:
       ValueError: a bad argument, before anything is compiled.
@@ -395,14 +278,20 @@ def decode(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         key=key,
+        seed=seed,
         eos_ids=eos_ids,
+        stop=stop,
+        logprobs=logprobs,
+        logprobs_of=logprobs_of,
+        prompt_logprobs=prompt_logprobs,
+        constraint=constraint,
         max_len=max_len,
         prompt_lengths=prompt_lengths,
         acceptance=acceptance,
         mesh=mesh,
     )
-    result = _decode_program(job.params, job.request, job.prompt, plan=job.plan, width=job.width)
-    return _trim(result, job.rows, max_new_tokens)
+    result = _decode_program(job.params, job.request, job.prompt, plan=job.plan)
+    return _trim(result, job, max_new_tokens)
 
 
 def stream_tokens(
@@ -421,18 +310,12 @@ def stream_tokens(
     """
     rounds = positive("rounds", rounds)
     job = _job(params, prompt, max_new_tokens=max_new_tokens, **options)
-    state, stats = _start_program(job.params, job.request, job.prompt, plan=job.plan)
+    state, account = _start_program(job.params, job.request, job.prompt, plan=job.plan)
     running = True
     while running:
-        state, stats, result = _advance_program(
-            job.params,
-            job.request,
-            state,
-            stats,
-            np.int32(rounds),
-            plan=job.plan,
-            width=job.width,
+        state, account, result = _advance_program(
+            job.params, job.request, state, account, np.int32(rounds), plan=job.plan
         )
-        result = _trim(result, job.rows, max_new_tokens)
+        result = _trim(result, job, max_new_tokens)
         running = bool(np.any(np.asarray(result.status) == Status.RUNNING))
         yield result

@@ -6,6 +6,8 @@ are checked by shape and used at the size that they have.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,11 +18,13 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from specjax import sampling as sampling_lib
-from specjax.sampling import Sampling
+from specjax import controls, stopping
+from specjax.automaton import Automaton
+from specjax.constraints import Constraint
+from specjax.controls import Sampling
 from specjax.types import Params, record
 
-__all__ = ["Prepared", "Request", "positive", "prepare", "round_up"]
+__all__ = ["Prepared", "Request", "bounded", "positive", "prepare", "round_up"]
 
 _MIN_PROMPT, _MIN_OUTPUT, _SLOT_STEP, _CHUNK, _EOS_STEP = 16, 16, 64, 128, 4
 
@@ -36,6 +40,9 @@ class Request:
     limits: Array  # [B] int32: no more committed tokens than this, prompt included
     max_new_tokens: Array  # [] int32
     active: Array  # [B] bool; False: a row that only fills the bucket
+    stop: Automaton | None  # searches stop sequences and strings
+    held: Array | None  # [B, V] bool: tokens that wait for min_new_tokens
+    constraint: Constraint | None  # its `start` has one entry a row
 
 
 class Prepared(NamedTuple):
@@ -44,6 +51,7 @@ class Prepared(NamedTuple):
     request: Request
     prompt: Any  # [B, P] int32
     rows: int  # rows that the caller asked for; the others are padding
+    longest: int  # tokens of the longest prompt
     slots: int  # S
     chunk: int  # C
     width: int  # tokens of the output buffer
@@ -69,8 +77,13 @@ def _is_int(x: Any) -> bool:
 
 def positive(name: str, value: Any) -> int:
     """An integer of at least 1 that fits an int32, or a ValueError naming the argument."""
-    if not _is_int(value) or not 1 <= value < 1 << 30:
-        raise ValueError(f"{name} must be an integer from 1 to {(1 << 30) - 1}, got {value!r}")
+    return bounded(name, value, 1, (1 << 30) - 1)
+
+
+def bounded(name: str, value: Any, low: int, high: int) -> int:
+    """An integer in low..high, or a ValueError naming the argument."""
+    if not _is_int(value) or not low <= value <= high:
+        raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}")
     return int(value)
 
 
@@ -148,15 +161,19 @@ def _traced_eos(eos_ids: Any) -> Array:
     return jnp.atleast_1d(eos_ids)
 
 
-def _keys(key: Any, rows: int, batch: int, greedy: bool) -> Array:
+def _keys(key: Any, seed: Any, rows: int, batch: int, greedy: bool) -> Array:
     """One key, or one a row padded to the bucket."""
+    if seed is not None:
+        if key is not None:
+            raise ValueError("pass key or seed, not both")
+        key = _seeded(seed, rows)
     if key is None:
         # Greedy rows toss no coin that matters; others must differ from call to call.
-        return jax.random.key(0 if greedy else secrets.randbits(31))
+        return jax.random.key(0 if greedy else secrets.randbits(32))
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise ValueError(
             f"key must be made by jax.random.key(seed) (or be one such key a row), "
-            f"got {getattr(key, 'dtype', type(key))}"
+            f"got {getattr(key, 'dtype', type(key))}; for an integer there is seed="
         )
     if key.ndim == 0:
         return key
@@ -168,6 +185,113 @@ def _keys(key: Any, rows: int, batch: int, greedy: bool) -> Array:
     xp = jnp if _traced(data) else np
     data = xp.pad(xp.asarray(data), ((0, batch - rows), (0, 0)))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+
+
+def _seeded(seed: Any, rows: int) -> Array:
+    """The keys that seeds stand for."""
+    last = (1 << 32) - 1
+    if _traced(seed):
+        raise ValueError("seed must not be traced; inside jax.jit pass key=jax.random.key(seed)")
+    if _is_int(seed):
+        return jax.random.key(np.uint32(bounded("seed", seed, 0, last)))
+    if isinstance(seed, (str, bytes)) or not (isinstance(seed, Sequence) or np.ndim(seed) == 1):
+        raise ValueError(f"seed must be an integer, or one (or None) a row, got {seed!r}")
+    seeds = list(seed)
+    if len(seeds) != rows:
+        raise ValueError(f"seed must be one integer, or one a row ({rows}), got {len(seeds)}")
+    numbers = [
+        secrets.randbits(32) if one is None else bounded(f"seed[{i}]", one, 0, last)
+        for i, one in enumerate(seeds)
+    ]
+    return jax.vmap(jax.random.key)(np.array(numbers, np.uint32))
+
+
+def _stop(params: Params, stop: Any) -> tuple[Automaton | None, tuple[int, ...]]:
+    """What searches the stop sequences and strings, and the ids that are one by themselves."""
+    if stop is None:
+        return None, ()
+    if _traced(stop):
+        raise ValueError("stop must not be traced; pass it as token ids, sequences or strings")
+    one = isinstance(stop, str) or _is_int(stop)
+    if not one and not (isinstance(stop, (Sequence, np.ndarray)) and not isinstance(stop, bytes)):
+        raise ValueError(
+            f"stop must be token ids, sequences of token ids, strings, or a list of those, "
+            f"got {stop!r}"
+        )
+    parts = [stop] if one else list(stop)
+    strings = tuple(part for part in parts if isinstance(part, str))
+    sequences = tuple(
+        (int(part),) if _is_int(part) else _sequence(part)
+        for part in parts
+        if not isinstance(part, str)
+    )
+    if strings and params.tokenizer is None:
+        raise ValueError(
+            f"stop holds text {strings[0]!r}, but params.tokenizer is None; pass token ids"
+        )
+    if not parts:
+        return None, ()
+    tokenizer = params.tokenizer if strings else None
+    made = _stop_automaton(sequences, strings, tokenizer, params.model.vocab_size)
+    return made, tuple(ids[0] for ids in sequences if len(ids) == 1)
+
+
+def _sequence(part: Any) -> tuple[int, ...]:
+    ids = list(part) if isinstance(part, (Sequence, np.ndarray)) else None
+    if not ids or isinstance(part, bytes) or not all(map(_is_int, ids)):
+        raise ValueError(
+            f"stop must hold token ids, sequences of token ids (not empty) and strings, "
+            f"got {part!r}"
+        )
+    return tuple(int(i) for i in ids)
+
+
+@functools.lru_cache(maxsize=64)
+def _stop_automaton(
+    sequences: tuple[tuple[int, ...], ...],
+    strings: tuple[str, ...],
+    tokenizer: Any,
+    vocab_size: int,
+) -> Automaton:
+    token_bytes = tokenizer.token_bytes() if strings else ()
+    return stopping.stop_automaton(sequences, strings, token_bytes, vocab_size)
+
+
+def _held(sampling: Sampling, eos_ids: Any, stop_ids: tuple[int, ...], vocab: int) -> Any:
+    """Which tokens wait for min_new_tokens, `[B, V]`; None if there is no such number."""
+    if sampling.min_new_tokens is None:
+        return None
+    xp = jnp if _traced(sampling, eos_ids) else np
+    ids = xp.arange(vocab)
+    eos = (ids[:, None] == xp.asarray(eos_ids)[None, :]).any(axis=1)
+    ends = np.isin(np.arange(vocab), stop_ids)
+    ignored = xp.asarray(sampling.ignore_eos)[:, None]
+    return (eos[None, :] & ~ignored) | ends[None, :]
+
+
+def _constraint(constraint: Any, rows: int, batch: int) -> Constraint | None:
+    """The grammar with a first state for every row."""
+    if constraint is None:
+        return None
+    if not isinstance(constraint, Constraint):
+        raise ValueError(
+            f"constraint must come from specjax.constraints, such as constraints.regex(params, "
+            f"pattern), got {type(constraint)}"
+        )
+
+    def each(x: Any) -> Any:
+        xp = jnp if _traced(x) else np
+        x = xp.asarray(x)
+        if x.ndim == 0 or (x.shape[0] == 1 and rows != 1):
+            return xp.broadcast_to(x, (batch, *x.shape[1:]))
+        if x.shape[0] != rows:
+            raise ValueError(
+                f"constraint is for {x.shape[0]} rows, but the prompt has {rows}; pass one for "
+                "all rows, or constraints.per_row with one for each"
+            )
+        return xp.pad(x, ((0, batch - rows),) + ((0, 0),) * (x.ndim - 1))
+
+    return dataclasses.replace(constraint, start=jax.tree.map(each, constraint.start))
 
 
 def _room(params: Params, longest: int, needed: int, max_len: Any) -> int:
@@ -199,7 +323,10 @@ def prepare(
     max_new_tokens: int,
     sampling: Sampling,
     key: Any,
+    seed: Any,
     eos_ids: Any,
+    stop: Any,
+    constraint: Any,
     max_len: int | None,
     prompt_lengths: Any,
     mesh: Mesh | None,
@@ -209,8 +336,6 @@ def prepare(
     Raises:
       ValueError: naming the argument, what came, what was wanted and the fix.
     """
-    if not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling must be a specjax.Sampling, got {type(sampling)}")
     max_new_tokens = positive("max_new_tokens", max_new_tokens)
     traced = _traced(prompt, prompt_lengths, sampling, key, eos_ids, params)
 
@@ -246,9 +371,10 @@ def prepare(
             packed[i, : row.size], lengths[i] = row, row.size
         active = np.arange(batch) < rows
 
-    sampling_lib.check_sampling(sampling, rows)
+    vocab = params.model.vocab_size
+    controls.check_sampling(sampling, rows, vocab)
     greedy = not _traced(sampling) and not np.any(np.asarray(sampling.temperature) > 0)
-    if key is None and not greedy and traced:
+    if key is None and seed is None and not greedy and traced:
         raise ValueError("key is needed to sample inside jax.jit; pass key=jax.random.key(seed)")
 
     width = _bucket(max_new_tokens, _MIN_OUTPUT)
@@ -258,37 +384,29 @@ def prepare(
     slots = max(max(size, capacity) + params.drafter.nodes + 1, round_up(width_p, chunk))
 
     xp = jnp if traced else np
+    sampling = controls.packed(sampling, rows, batch, vocab)
+    ends = _traced_eos(eos_ids) if _traced(eos_ids) else _eos(eos_ids, params)
+    search, stop_ids = _stop(params, stop)
     request = Request(
-        keys=_keys(key, rows, batch, greedy),
-        sampling=_per_row(sampling, rows, batch, xp),
-        eos_ids=_traced_eos(eos_ids) if _traced(eos_ids) else _eos(eos_ids, params),
+        keys=_keys(key, seed, rows, batch, greedy),
+        sampling=sampling,
+        eos_ids=ends,
         prompt_lengths=lengths,
         limits=xp.where(active, xp.minimum(lengths + max_new_tokens, capacity), lengths).astype(
             np.int32
         ),
         max_new_tokens=np.int32(max_new_tokens),
         active=active,
+        stop=search,
+        held=_held(sampling, ends, stop_ids, vocab),
+        constraint=_constraint(constraint, rows, batch),
     )
     return Prepared(
         request=request,
         prompt=packed,
         rows=rows,
+        longest=longest,
         slots=round_up(slots, _SLOT_STEP),
         chunk=chunk,
         width=width,
-    )
-
-
-def _per_row(sampling: Sampling, rows: int, batch: int, xp: Any) -> Sampling:
-    """Every field as one value a row, so that scalars and rows share a compiled program."""
-
-    def spread(value: Any, dtype: Any) -> Any:
-        value = xp.asarray(value, dtype)
-        if value.ndim == 0:
-            return xp.broadcast_to(value, (batch,))
-        return xp.pad(value, (0, batch - rows))
-
-    return Sampling(
-        temperature=spread(sampling.temperature, np.float32),
-        ignore_eos=spread(sampling.ignore_eos, bool),
     )

@@ -1,6 +1,8 @@
 """Logits to the distribution that tokens are drawn from: the one place for it.
 
 Draft, verification, resampling and bonus token all come here, so that p and q follow one law.
+The controls act in the order of Hugging Face's processors: penalties, bias, bans (grammar and
+minimum length among them), temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -13,31 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax.types import record
+from specjax import controls
+from specjax import seen as seen_lib
+from specjax.controls import Sampling
+from specjax.seen import Seen
+from specjax.truncation import truncate
 
 __all__ = [
     "Purpose",
     "Sampling",
+    "adjusted",
     "at_positions",
-    "check_sampling",
     "distribution",
     "draw",
+    "law",
+    "log_law",
     "probability_of",
     "row_keys",
     "sample",
 ]
-
-
-@record
-class Sampling:
-    """How tokens are chosen. Every field is a scalar or one value a row.
-
-    temperature: 0 is greedy; otherwise logits are divided by it.
-    ignore_eos: end-of-sequence tokens do not end the row.
-    """
-
-    temperature: Any = 0.0  # [] or [B] float32
-    ignore_eos: Any = False  # [] or [B] bool
 
 
 class Purpose(enum.IntEnum):
@@ -52,60 +48,108 @@ class Purpose(enum.IntEnum):
 _ROWS = 1 << 31
 
 
-def check_sampling(sampling: Sampling, batch: int) -> None:
-    """Refuses bad values before anything is compiled. Traced values are left alone.
-
-    Raises:
-      ValueError: a negative or non-finite temperature, or a field that is neither a scalar nor
-        one value a row.
-    """
-    for name in ("temperature", "ignore_eos"):
-        value = getattr(sampling, name)
-        if isinstance(value, jax.core.Tracer):
-            shape = value.shape
-        else:
-            value = np.asarray(value)
-            shape = value.shape
-            if value.dtype.kind not in "fiub":
-                raise ValueError(f"sampling.{name} must be a number, got {value.dtype}")
-            if name == "temperature" and not (np.isfinite(value).all() and (value >= 0).all()):
-                raise ValueError(
-                    f"sampling.temperature must be finite and >= 0 (0 is greedy), got {value}"
-                )
-        if shape not in ((), (batch,)):
-            raise ValueError(
-                f"sampling.{name} must be a scalar or have one value a row ({batch}), "
-                f"got shape {shape}"
-            )
-
-
 def _per_row(value: Any, dims: int) -> Array:
     """A scalar or `[B]` field, shaped to broadcast against `dims` axes with B first."""
     value = jnp.asarray(value)
     return value.reshape(value.shape + (1,) * (dims - value.ndim))
 
 
-def _scaled(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
-    """Logits over temperature, shifted to a maximum of 0, and whether the row is greedy."""
+def _per_id(value: Array, dims: int) -> Array:
+    """A `[V]` or `[B, V]` field, shaped to broadcast against `dims` axes, B first and V last."""
+    return value.reshape(value.shape[:-1] + (1,) * (dims - value.ndim) + value.shape[-1:])
+
+
+def adjusted(logits: Array, sampling: Sampling, seen: Seen | None = None) -> Array:
+    """Logits after penalties, bias and bans, before the temperature.
+
+    With c the times that a token stands in what is seen:
+
+        logit > 0: logit / repetition_penalty, else logit * repetition_penalty    where c > 0
+        logit - frequency_penalty * c - presence_penalty * [c > 0]
+        logit + logit_bias (banned tokens, and all but the allowed ones: -inf)
+
+    Args:
+      logits: `[V]` or `[B, ..., V]`.
+      sampling: fields that are `[B]` belong to the first axis.
+      seen: at the same places.
+
+    Returns:
+      float32, shape of `logits`; -inf where a token is banned.
+    """
     logits = logits.astype(jnp.float32)
+    sampling = controls.resolved(sampling, logits.shape[-1])
+    dims = logits.ndim
+    if seen is not None and seen.counts is not None and sampling.repetition_penalty is not None:
+        there = seen.counts > 0
+        factor = _per_row(sampling.repetition_penalty, dims)
+        repeated = jnp.where(logits > 0, logits / factor, logits * factor)
+        logits = jnp.where(there, repeated, logits)
+        logits = logits - _per_row(sampling.frequency_penalty, dims) * seen.counts
+        logits = logits - _per_row(sampling.presence_penalty, dims) * there
+    if sampling.logit_bias is not None:
+        logits = logits + _per_id(sampling.logit_bias, dims)
+    if seen is not None and seen.constraint is not None:
+        allowed = seen.constraint.allowed(seen.constraint.data, seen.states)
+        logits = jnp.where(allowed, logits, -jnp.inf)
+    if seen is not None and seen.held is not None and sampling.min_new_tokens is not None:
+        early = seen.emitted[..., None] < _per_row(sampling.min_new_tokens, dims)
+        held = jnp.where(early & _per_id(seen.held, dims), -jnp.inf, logits)
+        # A grammar that is complete allows nothing but the end: it has the last word.
+        some = jnp.max(held, axis=-1, keepdims=True) > -jnp.inf
+        logits = jnp.where(some, held, logits)
+    return logits
+
+
+def _scaled(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
+    """Adjusted logits over temperature, the best at 0, truncated; and whether the row is greedy."""
     temperature = _per_row(sampling.temperature, logits.ndim).astype(jnp.float32)
     greedy = temperature <= 0
     # Shifted first: a tiny temperature then gives 0 and -inf, never inf - inf.
     shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    return shifted / jnp.where(greedy, 1.0, temperature), greedy
+    scaled = shifted / jnp.where(greedy, 1.0, temperature)
+    if sampling.top_k is not None:
+        fields = sampling.top_k, sampling.top_p, sampling.min_p
+        scaled = truncate(scaled, *(_per_row(x, logits.ndim) for x in fields))
+    return scaled, greedy
 
 
-def distribution(logits: Array, sampling: Sampling) -> Array:
+def law(logits: Array, sampling: Sampling) -> Array:
+    """The law of `adjusted` logits: temperature and truncation, then softmax.
+
+    All mass on the (first) largest logit where temperature is 0.
+    """
+    scaled, greedy = _scaled(logits, controls.resolved(sampling, logits.shape[-1]))
+    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    return jnp.where(greedy, best, jax.nn.softmax(scaled, axis=-1))
+
+
+def log_law(logits: Array, sampling: Sampling) -> Array:
+    """The logarithm of `law(logits, sampling)`, without going through small probabilities."""
+    scaled, greedy = _scaled(logits, controls.resolved(sampling, logits.shape[-1]))
+    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    return jnp.where(greedy, jnp.log(best), jax.nn.log_softmax(scaled, axis=-1))
+
+
+def distribution(
+    logits: Array,
+    sampling: Sampling,
+    context: Array | None = None,
+    context_mask: Array | None = None,
+) -> Array:
     """The law of the next token.
-
-    softmax(logits / temperature); all mass on the (first) largest logit where temperature is 0.
 
     Args:
       logits: `[V]` or `[B, ..., V]`; -inf bans a token.
       sampling: fields that are `[B]` belong to the first axis.
+      context: `[..., C]` int32, the tokens that penalties see: with the leading axes of `logits`,
+        or fewer (`[C]` or `[B, C]`, the same for all places of a row). None: no tokens.
+      context_mask: `[..., C]` bool, shape of `context`: which of them count.
 
     Returns:
       Probabilities, float32, shape of `logits`.
+
+    Raises:
+      ValueError: a bad field of `sampling`, or a context whose shape does not fit.
 
     Example:
       >>> logits = jnp.array([[2.0, 1.0], [2.0, 1.0]])
@@ -113,22 +157,47 @@ def distribution(logits: Array, sampling: Sampling) -> Array:
       Array([[1.        , 0.        ],
              [0.7310586 , 0.26894143]], dtype=float32)
     """
-    scaled, greedy = _scaled(logits, sampling)
-    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
-    return jnp.where(greedy, best, jax.nn.softmax(scaled, axis=-1))
+    logits = jnp.asarray(logits)
+    vocab, lead = logits.shape[-1], logits.shape[:-1]
+    controls.check_sampling(sampling, lead[0] if lead else None, vocab)
+    sampling = controls.resolved(sampling, vocab)
+    seen = None
+    if context is not None:
+        context = jnp.asarray(context)
+        if not jnp.issubdtype(context.dtype, jnp.integer):
+            raise ValueError(f"context must hold integer token ids, got {context.dtype}")
+        front = context.shape[:-1]
+        if context.ndim == 0 or front != lead[: len(front)]:
+            raise ValueError(
+                f"context must be [..., C] with leading axes of logits {lead}, "
+                f"got shape {context.shape}"
+            )
+        if context_mask is not None:
+            context_mask = jnp.asarray(context_mask, bool)
+            if context_mask.shape != context.shape:
+                raise ValueError(
+                    f"context_mask must have the shape of context {context.shape}, "
+                    f"got {context_mask.shape}"
+                )
+        counts = seen_lib.count_tokens(context, context_mask, vocab)
+        counts = counts.reshape(front + (1,) * (len(lead) - len(front)) + (vocab,))
+        seen = Seen(counts=counts)
+    elif context_mask is not None:
+        raise ValueError("context_mask needs a context")
+    return law(adjusted(logits, sampling, seen), sampling)
 
 
 def probability_of(logits: Array, tokens: Array, sampling: Sampling) -> Array:
-    """`distribution(logits, sampling)` at one token each, without the whole distribution.
+    """`law(logits, sampling)` at one token each, without the whole distribution.
 
     Args:
-      logits: `[B, N, V]`.
+      logits: `[B, N, V]`, `adjusted`.
       tokens: `[B, N]` int32.
 
     Returns:
       `[B, N]` float32.
     """
-    scaled, greedy = _scaled(logits, sampling)
+    scaled, greedy = _scaled(logits, controls.resolved(sampling, logits.shape[-1]))
     at = jnp.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0]
     sampled = jnp.exp(at - jax.nn.logsumexp(scaled, axis=-1))
     best = (tokens == jnp.argmax(logits, axis=-1)).astype(jnp.float32)
@@ -184,15 +253,18 @@ def draw(keys: Array, probs: Array) -> Array:
     return jax.lax.cond(certain, lambda _: best, gumbel, None).astype(jnp.int32)
 
 
-def sample(keys: Array, logits: Array, sampling: Sampling) -> tuple[Array, Array]:
-    """Draws from `distribution(logits, sampling)`.
+def sample(
+    keys: Array, logits: Array, sampling: Sampling, seen: Seen | None = None
+) -> tuple[Array, Array]:
+    """Draws from the law of some logits.
 
     Args:
       keys: `[B]`.
       logits: `[B, V]`.
+      seen: what stands before each row's token.
 
     Returns:
       Tokens `[B]` int32 and their law `[B, V]` float32.
     """
-    probs = distribution(logits, sampling)
+    probs = law(adjusted(logits, sampling, seen), sampling)
     return draw(keys, probs), probs

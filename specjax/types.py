@@ -23,6 +23,7 @@ __all__ = [
     "DecodeResult",
     "Drafter",
     "Forward",
+    "Logprobs",
     "Model",
     "Outcome",
     "Params",
@@ -174,6 +175,7 @@ class Context:
     lengths: Array  # [B] int32: committed tokens, the root included
     sampling: Any  # specjax.Sampling
     active: Array  # [B] bool: rows that still run
+    seen: Any = None  # specjax.seen.Seen: what the controls know of the text before the next token
 
 
 @record
@@ -261,6 +263,20 @@ class Stats:
     histogram: Array  # [B, K + 1] int32: rounds that accepted 0..K drafts
     proposed: Array  # [B, K] int32: rounds whose draft reached depth 1..K
     accepted: Array  # [B, K] int32: rounds that accepted depth 1..K
+    rule: str = static(default="")  # name of the verification rule
+    lossless: bool = static(default=True)  # whether that rule keeps the target's law
+
+
+@record
+class Logprobs:
+    """Natural logarithms of the probabilities of T tokens, and of the n most likely ones there.
+
+    0 where there is no token: beyond a row's end, and at the first token of a prompt.
+    """
+
+    tokens: Array  # [B, T] float32
+    top_ids: Array  # [B, T, n] int32, the most likely first
+    top: Array  # [B, T, n] float32
 
 
 @record
@@ -271,6 +287,8 @@ class DecodeResult:
     lengths: Array  # [B] int32: tokens emitted, an end token included
     status: Array  # [B] int32, a `Status`
     stats: Stats
+    logprobs: Logprobs | None = None  # T = max_new_tokens
+    prompt_logprobs: Logprobs | None = None  # T = the longest prompt
 
 
 @record

@@ -313,9 +313,7 @@ def _deep(drafter: str) -> specjax.Params:
 def _cache_copies(params: specjax.Params, batch: int) -> tuple[list[str], str]:
     """Copies of a cache layer outside the entry computation, and the program."""
     job = decoding._job(params, [[1, 2, 3]] * batch, max_new_tokens=12)
-    lowered = decoding._decode_program.lower(
-        job.params, job.request, job.prompt, plan=job.plan, width=job.width
-    )
+    lowered = decoding._decode_program.lower(job.params, job.request, job.prompt, plan=job.plan)
     text = lowered.compile().as_text()
     shape = (batch, tiny.CONFIG.num_kv_heads, job.plan.slots, tiny.CONFIG.head_dim)
     dims = ",".join(map(str, shape))

@@ -1,11 +1,13 @@
 """Logits to distribution, and keys."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import sampling
+from specjax import controls, sampling, seen
 from specjax.sampling import Purpose, Sampling
 
 
@@ -66,7 +68,194 @@ def test_keys_depend_on_row_position_and_purpose_only():
     assert len(set(every)) == len(every) == 3 * 4 * 5
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), "hot", [1.0, 2.0, 3.0]])
-def test_bad_temperature(bad):
-    with pytest.raises(ValueError, match=r"sampling\.temperature"):
-        sampling.check_sampling(Sampling(temperature=bad), 2)
+def test_reference_distributions(shared):
+    """Every combination of controls, as another implementation's processors give it."""
+    cases = json.loads((shared / "data" / "hf_sampling_reference.json").read_text())["cases"]
+    for case in cases:
+        logits, context = jnp.array(case.pop("logits")), jnp.array(case.pop("context"))
+        expected = case.pop("probs")
+        probs = sampling.distribution(logits, Sampling(**case), context)
+        np.testing.assert_allclose(probs, expected, atol=1e-5)
+
+
+def test_reference_distributions_as_rows(shared):
+    """The same in one batch with one value a row, at two places a row."""
+    cases = json.loads((shared / "data" / "hf_sampling_reference.json").read_text())["cases"]
+    columns = {name: [case[name] for case in cases] for name in cases[0]}
+    logits, expected = (np.array(columns.pop(x), np.float32) for x in ("logits", "probs"))
+    context = np.array(columns.pop("context"))
+    banned = columns.pop("banned")
+    controls_ = Sampling(**{k: np.array(v) for k, v in columns.items()}, banned=banned)
+    twice = jnp.stack([logits, logits], axis=1)
+    probs = sampling.distribution(twice, controls_, context)
+    for place in range(2):
+        np.testing.assert_allclose(probs[:, place], expected, atol=1e-5)
+    # Packed for a program, the penalties' context as counts.
+    packed = controls.packed(controls_, len(cases), 64, logits.shape[-1])
+    padded = np.zeros((64, logits.shape[-1]), np.float32)
+    padded[: len(cases)] = logits
+    counts = np.zeros(padded.shape, np.int32)
+    np.add.at(counts, (np.arange(len(cases))[:, None], context), 1)
+    adjusted = sampling.adjusted(padded, packed, seen.Seen(counts=jnp.asarray(counts)))
+    np.testing.assert_allclose(sampling.law(adjusted, packed)[: len(cases)], expected, atol=1e-5)
+
+
+def test_warpers(shared):
+    """Single warpers of another implementation."""
+    data = np.load(shared / "parity" / "verify-spec-sampling" / "expected.npz")
+    logits = jnp.asarray(data["warp_input"])
+    for name, fields in {
+        "warp_temperature_0p7": {"temperature": 0.7},
+        "warp_topk_5": {"temperature": 1.0, "top_k": 5},
+        "warp_topp_0p8": {"temperature": 1.0, "top_p": 0.8},
+        "warp_minp_0p1": {"temperature": 1.0, "min_p": 0.1},
+    }.items():
+        expected = jax.nn.softmax(data[name], axis=-1)
+        probs = sampling.distribution(logits, Sampling(**fields))
+        np.testing.assert_allclose(probs, expected, atol=1e-5, err_msg=name)
+    probs = sampling.distribution(logits, Sampling(temperature=0.6, top_k=8, top_p=0.9))
+    np.testing.assert_allclose(probs, data["warp_t0p6_k8_p0p9_probs"], atol=1e-5)
+
+
+def test_penalties_by_hand():
+    """logits [2, -1, 3, 0], the context holds token 0 once, token 1 twice."""
+    logits, context = jnp.array([2.0, -1.0, 3.0, 0.0]), jnp.array([0, 1, 1, 2])
+    mask = jnp.array([True, True, True, False])
+    hot = {"temperature": 1.0}
+    for fields, expected in (
+        ({"repetition_penalty": 2.0}, [1.0, -2.0, 3.0, 0.0]),
+        ({"presence_penalty": 0.5}, [1.5, -1.5, 3.0, 0.0]),
+        ({"frequency_penalty": 0.5}, [1.5, -2.0, 3.0, 0.0]),
+        (
+            {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+            [0.25, -3.0, 3.0, 0.0],
+        ),
+    ):
+        probs = sampling.distribution(logits, Sampling(**hot, **fields), context, mask)
+        np.testing.assert_allclose(probs, jax.nn.softmax(jnp.array(expected)), atol=1e-6)
+        nothing = sampling.distribution(logits, Sampling(**hot, **fields), jnp.zeros(0, jnp.int32))
+        np.testing.assert_allclose(nothing, jax.nn.softmax(logits), atol=1e-6)
+
+
+def test_truncation_edges():
+    logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))
+    law = lambda **fields: sampling.distribution(logits, Sampling(temperature=1.0, **fields))
+    for off in ({"top_k": 0}, {"top_k": -1}, {"top_k": 4}, {"top_k": 99}, {"top_p": 1.0}, {}):
+        np.testing.assert_allclose(law(**off), [0.4, 0.3, 0.2, 0.1], atol=1e-6)
+    for one in ({"top_k": 1}, {"top_p": 0.0}, {"top_p": 0.39}, {"min_p": 1.0}):
+        np.testing.assert_allclose(law(**one), [1, 0, 0, 0], atol=1e-6)
+    # top-p sees what top-k left: of [4/7, 3/7], 0.5 needs the first only.
+    np.testing.assert_allclose(law(top_k=2, top_p=0.5), [1, 0, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(law(top_p=0.5), [4 / 7, 3 / 7, 0, 0], atol=1e-6)
+    # Tokens that tie with the last one kept are kept.
+    tied = sampling.distribution(jnp.zeros(5), Sampling(temperature=1.0, top_k=2))
+    np.testing.assert_allclose(tied, [0.2] * 5, atol=1e-6)
+
+
+def test_truncation_equals_sorting():
+    """Against the same rules by a full sort, on laws of many scales, at a large vocabulary."""
+    rng = np.random.default_rng(0)
+    vocab = 30_000
+    for scale in (0.1, 3.0, 30.0):
+        logits = (rng.standard_normal(vocab) * scale).astype(np.float32)
+        order = np.argsort(-logits, kind="stable")
+        for top_k, top_p in ((0, 0.9), (50, 1.0), (1000, 0.5), (0, 0.999), (7, 0.0)):
+            p = np.exp(logits.astype(np.float64) - logits.max())[order]
+            if top_k:
+                p[top_k:] = 0
+            p /= p.sum()
+            if top_p < 1:
+                p[np.cumsum(p) - p >= max(top_p, 1e-12)] = 0
+            expected = np.zeros(vocab)
+            expected[order] = p / p.sum()
+            controls_ = Sampling(temperature=1.0, top_k=top_k, top_p=top_p)
+            probs = np.asarray(sampling.distribution(jnp.asarray(logits), controls_))
+            # Rounding of the mass can move the edge of top-p by a token that weighs nothing.
+            assert np.abs(probs - expected).sum() < 2e-4
+            if top_p == 1:
+                np.testing.assert_array_equal(probs > 0, expected > 0)
+
+
+def test_bias_and_bans():
+    logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]] * 2))
+    law = lambda **fields: sampling.distribution(logits, Sampling(temperature=1.0, **fields))
+    half = float(np.log(2.0))
+    for fields, expected in (
+        ({"banned": [0]}, [[0, 1 / 2, 1 / 3, 1 / 6]] * 2),
+        ({"banned": [[0], None]}, [[0, 1 / 2, 1 / 3, 1 / 6], [0.4, 0.3, 0.2, 0.1]]),
+        ({"allowed": (1, 2)}, [[0, 0.6, 0.4, 0]] * 2),
+        ({"allowed": [[3], [1, 2]]}, [[0, 0, 0, 1], [0, 0.6, 0.4, 0]]),
+        ({"allowed": [1, 2], "banned": [1]}, [[0, 0, 1, 0]] * 2),
+        ({"logit_bias": {3: half}}, [[4 / 11, 3 / 11, 2 / 11, 2 / 11]] * 2),
+        ({"logit_bias": [{0: -np.inf}, {}]}, [[0, 1 / 2, 1 / 3, 1 / 6], [0.4, 0.3, 0.2, 0.1]]),
+        ({"logit_bias": np.zeros((2, 4)), "banned": {0}}, [[0, 1 / 2, 1 / 3, 1 / 6]] * 2),
+        ({"banned": []}, [[0.4, 0.3, 0.2, 0.1]] * 2),
+    ):
+        np.testing.assert_allclose(law(**fields), expected, atol=1e-6, err_msg=str(fields))
+    greedy = sampling.distribution(logits, Sampling(banned=[0], logit_bias={3: 9.0}))
+    np.testing.assert_allclose(greedy, [[0, 0, 0, 1]] * 2)
+
+
+def test_controls_inside_jit():
+    """All fields traced, lists and mappings of traced values included."""
+    logits = jax.random.normal(jax.random.key(0), (2, 9))
+    context = jnp.array([[1, 2, 2], [3, 3, 3]])
+    controls_ = Sampling(
+        temperature=jnp.array([0.0, 0.7]),
+        top_k=5,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=jnp.array([1.2, 0.9]),
+        frequency_penalty=0.1,
+        logit_bias={4: 1.0},
+        banned=[0, 8],
+    )
+    inside = jax.jit(sampling.distribution)(logits, controls_, context)
+    outside = sampling.distribution(logits, controls_, context)
+    np.testing.assert_allclose(inside, outside, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        *[("temperature", bad) for bad in (-1.0, float("nan"), float("inf"), 1e300, "hot")],
+        ("temperature", [1.0, 2.0, 3.0]),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_p", 1.01),
+        ("top_p", -0.1),
+        ("min_p", [0.1, 2.0]),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", float("inf")),
+        ("min_new_tokens", -1),
+        ("ignore_eos", 1.5),
+        ("banned", [9]),
+        ("banned", [-1]),
+        ("banned", [1.5]),
+        ("banned", "a"),
+        ("banned", list(range(9))),
+        ("allowed", []),
+        ("allowed", [[1], [2], [3]]),
+        ("logit_bias", {0: float("nan")}),
+        ("logit_bias", {0: float("inf")}),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", np.zeros(8)),
+        ("logit_bias", 3.0),
+    ],
+)
+def test_bad_controls(field, bad):
+    with pytest.raises(ValueError, match=rf"sampling\..*{field}"):
+        controls.check_sampling(Sampling(**{field: bad}), 2, 9)
+
+
+def test_bad_contexts():
+    logits = jnp.zeros((2, 9))
+    for context, mask, message in (
+        (jnp.zeros((3, 4), jnp.int32), None, "context must be"),
+        (jnp.zeros((2, 4)), None, "context must hold integer"),
+        (None, jnp.ones((2, 4), bool), "context_mask needs a context"),
+        (jnp.zeros((2, 4), jnp.int32), jnp.ones((2, 3), bool), "context_mask must have"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sampling.distribution(logits, Sampling(), context, mask)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax import sampling
+from specjax.seen import Seen
 
 __all__ = ["TargetLaw", "dense_law", "logits_law"]
 
@@ -38,12 +39,16 @@ def dense_law(probs: Array) -> TargetLaw:
     return TargetLaw(at=at, row=row, finite=finite)
 
 
-def logits_law(logits: Array, controls: sampling.Sampling) -> TargetLaw:
+def logits_law(logits: Array, controls: sampling.Sampling, seen: Seen | None = None) -> TargetLaw:
     """The law that `specjax.sampling` gives to logits `[B, M, V]`, a row at a time.
 
     Probabilities of single tokens come from a logsumexp and a gather; the full distribution is
     made for the one node that a row stops at.
+
+    Args:
+      seen: what stands before the token that follows each node, `[B, M]` places.
     """
+    logits = sampling.adjusted(logits, controls, seen)
 
     def at(nodes: Array, tokens: Array) -> Array:
         rows = jnp.take_along_axis(logits, nodes[..., None], axis=1)
@@ -51,7 +56,7 @@ def logits_law(logits: Array, controls: sampling.Sampling) -> TargetLaw:
 
     def row(node: Array) -> Array:
         picked = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
-        return sampling.distribution(picked, controls)
+        return sampling.law(picked, controls)
 
     def finite(nodes: Array) -> Array:
         top = jnp.max(logits, axis=-1)  # NaN spreads, +inf wins, all -inf has no law

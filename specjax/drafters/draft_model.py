@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax import cache, sampling, tree
+from specjax import seen as seen_lib
 from specjax.sampling import Purpose
 from specjax.types import Context, Drafter, Model, Outcome, Params, Prefill, Proposal
 
@@ -61,7 +62,7 @@ def draft_model(model: Model, num_speculative_tokens: int = 4) -> Drafter:
     def draft(params: Params, key: Array, held, context: Context):
         weights = params.draft
 
-        def step(held, tokens, count, position):
+        def step(held, seen, tokens, count, position):
             """Reads `count` of `tokens [B, T]` and draws the token at `position [B]`."""
             steps = tokens.shape[1]
             causal = jnp.tril(jnp.ones((1, steps, steps), bool))
@@ -71,21 +72,25 @@ def draft_model(model: Model, num_speculative_tokens: int = 4) -> Drafter:
             last = jnp.take_along_axis(out.hidden, count[:, None, None] - 1, axis=1)[:, 0]
             logits = model.unembed(weights, last)
             keys = sampling.at_positions(key, Purpose.DRAFT, position)
-            token, probs = sampling.sample(keys, logits, context.sampling)
-            return held, token, probs, jnp.isfinite(jnp.max(logits, axis=-1))
+            token, probs = sampling.sample(keys, logits, context.sampling, seen)
+            sound = jnp.isfinite(jnp.max(logits, axis=-1))
+            return held, seen_lib.after(seen, token), token, probs, sound
 
         missing = context.lengths - held.lengths  # [B], 1 or 2
         index = held.lengths[:, None] + jnp.arange(2)[None, :]  # the second may be meaningless
         pair = jnp.take_along_axis(context.tokens, index, axis=1)
-        held, token, probs, sound = step(held, pair, missing, context.lengths)
+        held, seen, token, probs, sound = step(held, context.seen, pair, missing, context.lengths)
 
         def body(carry, i):
-            held, token = carry
+            held, seen, token = carry
             one = jnp.ones_like(missing)
-            held, token, probs, sound = step(held, token[:, None], one, context.lengths + i)
-            return (held, token), (token, probs, sound)
+            held, seen, token, probs, sound = step(
+                held, seen, token[:, None], one, context.lengths + i
+            )
+            return (held, seen, token), (token, probs, sound)
 
-        (held, _), (tokens, laws, sounds) = jax.lax.scan(body, (held, token), jnp.arange(1, depth))
+        carry = (held, seen, token)
+        (held, _, _), (tokens, laws, sounds) = jax.lax.scan(body, carry, jnp.arange(1, depth))
         tokens = jnp.concatenate([token[:, None], tokens.T], axis=1)
         # A draft without a law (NaN or +inf in its logits) ends there: no q, no losslessness.
         sound = jnp.concatenate([sound[:, None], sounds.T], axis=1)
