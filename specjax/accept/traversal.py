@@ -10,6 +10,7 @@ what the node has not taken,
 
 before its next child is tried. So a subtree of weight alpha ends somewhere in itself with
 probability alpha, with the law p; by induction from the leaves the root's weight, 1, is exact.
+That holds whatever a node's children, so siblings that carry the same token share theirs.
 
             r 1.0          order: a c d a' b r, where a' is a with what c and d have left
            / \\
@@ -35,6 +36,7 @@ from specjax.accept.tree import (
     Topology,
     TossFn,
     Walk,
+    children,
     draft_law,
     first_of,
     kept_with,
@@ -49,11 +51,12 @@ __all__ = ["traversal_verification", "walk_up"]
 
 
 class _State(NamedTuple):
-    walk: Walk  # its law is set at the end
     level: Array  # [B] int32: depth of the node that the walk is at
+    path: Array  # [B, K + 1] int32: the nodes that the walk came by
     p: Array  # [B, K + 1, V]: p at each node of the current path, less what was given up
     alpha: Array  # [B, K + 1]
     tried: Array  # [B, M] bool
+    chance: Array  # [B]: how likely the coins were to fall as they did
     done: Array  # [B] bool
 
 
@@ -81,11 +84,10 @@ def walk_up(
         return Walk(node=root, law=top, chance=one)
 
     def step(s: _State) -> _State:
-        node = s.walk.node
+        node = pick(s.path, s.level)
         p, alpha = pick(s.p, s.level), pick(s.alpha, s.level)
         # Below a node that is worth nothing, nothing stands.
-        below = shape.eligible & (shape.parents == node[:, None]) & (alpha > 0)[:, None]
-        waiting = below & ~s.tried
+        waiting = children(shape, node) & ~s.tried & (alpha > 0)[:, None]
         down = jnp.any(waiting, axis=1) & ~s.done
         child = first_of(waiting)
         subject = jnp.where(down, child, node)
@@ -109,27 +111,30 @@ def walk_up(
         new_alpha = jnp.where(back, weighted_chance(left, alpha_above), alpha)
         new_alpha = jnp.where(down, worth, new_alpha)
         chance = jnp.where(kept, keep, jnp.where(back, 1 - keep, 1.0))
-        arrived = jnp.where(down, child, jnp.where(back, pick(shape.parents, node), node))
+        arrived = jnp.where(down, child, pick(s.path, to))
         return _State(
-            walk=s.walk._replace(node=arrived, chance=s.walk.chance * chance),
             level=to,
+            path=s.path.at[rows, to].set(arrived),
             p=s.p.at[rows, to].set(new_p),
             alpha=s.alpha.at[rows, to].set(new_alpha),
             tried=s.tried | (back[:, None] & (everyone == node[:, None])),
+            chance=s.chance * chance,
             done=s.done | kept,
         )
 
     p = jnp.zeros((batch, depth + 1, top.shape[-1]), top.dtype).at[:, 0].set(top)
     state = _State(
-        walk=Walk(node=root, law=top, chance=one),
         level=root,
+        path=jnp.zeros((batch, depth + 1), jnp.int32),
         p=p,
         alpha=jnp.ones((batch, depth + 1), top.dtype),
         tried=jnp.zeros((batch, nodes + 1), bool),
+        chance=one,
         done=jnp.zeros(batch, bool),
     )
     state = jax.lax.while_loop(lambda s: ~jnp.all(s.done), step, state)
-    return state.walk._replace(law=pick(state.p, state.level))
+    node, last = pick(state.path, state.level), pick(state.p, state.level)
+    return Walk(node=node, law=last, chance=state.chance)
 
 
 def _judge_up(

@@ -1,10 +1,13 @@
 """Rules for trees, top down: at each node its children are tried in turn, until one stands.
 
-Siblings that were drawn independently may carry the same token. They stand for one text, so once
-x stands the walk goes on below all of them: it holds a live set of nodes, not one.
+Siblings that were drawn independently may carry the same token. Then they stand for one text, so
+once x stands the walk goes on below all of them, in node order:
 
-    live {r}           children a=x b=y c=x   b fails, a stands
-    live {a, c}        children of a and of c, in node order
+            r
+          / | \\
+         x  y  x          the children of x: a, b and c
+        / \\     \\
+       a   b     c
 """
 
 from __future__ import annotations
@@ -28,8 +31,11 @@ __all__ = [
     "Topology",
     "TossFn",
     "Walk",
+    "children",
     "draft_law",
+    "first_of",
     "k_sequential",
+    "kept_with",
     "one_by_one",
     "pick",
     "recursive_rejection",
@@ -50,7 +56,8 @@ class Topology(NamedTuple):
     tokens: Array  # [B, M] int32; the root's is 0
     mask: Array  # [1 or B, M, M] bool: node i has j on its path
     depth: Array  # [B, M] int32
-    eligible: Array  # [B, M] bool: may be tried; False for the root and beyond depth K
+    texts: Array  # [B, M, K + 1] int32: the tokens on the path to each node, by depth
+    eligible: Array  # [B, M] bool: may be tried, as may its ancestors; False for the root
 
 
 class Walk(NamedTuple):
@@ -82,16 +89,29 @@ def topology(proposal: Proposal, depth: int) -> Topology:
     batch, nodes = proposal.tokens.shape
     root = jnp.zeros((batch, 1), jnp.int32)
     parents = jnp.broadcast_to(jnp.atleast_2d(proposal.parents), (batch, nodes))
+    tokens = jnp.concatenate([root, proposal.tokens], axis=1)
     mask = tree.ancestors(proposal.parents)
     level = jnp.broadcast_to(tree.depths(mask), (batch, nodes + 1)).astype(jnp.int32)
-    may = jnp.concatenate([root > 0, eligible(proposal)], axis=1)
+    may = jnp.concatenate([root == 0, eligible(proposal)], axis=1) & (level <= depth)
+    may = jnp.all(may[:, None, :] | ~mask, axis=-1)
+    at_depth = jax.nn.one_hot(level, min(depth, nodes) + 1, dtype=jnp.int32) * tokens[..., None]
+    on_path = jnp.broadcast_to(mask, (batch, *mask.shape[1:])).astype(jnp.int32)
     return Topology(
         parents=jnp.concatenate([root, parents], axis=1),
-        tokens=jnp.concatenate([root, proposal.tokens], axis=1),
+        tokens=tokens,
         mask=mask,
         depth=level,
-        eligible=may & (level <= depth),
+        texts=jnp.einsum("bij,bjd->bid", on_path, at_depth),
+        eligible=may & (level > 0),
     )
+
+
+def children(shape: Topology, node: Array) -> Array:
+    """The children of `node [B]` and of all nodes that stand for the same text: `[B, M]` bool."""
+    same = jnp.all(shape.texts == pick(shape.texts, node)[:, None, :], axis=-1)
+    same = same & (shape.depth == pick(shape.depth, node)[:, None])
+    same = same & (shape.eligible | (shape.depth == 0))
+    return shape.eligible & jnp.take_along_axis(same, shape.parents, axis=1)
 
 
 def draft_law(
@@ -138,7 +158,6 @@ def first_of(mask: Array) -> Array:
 
 
 class _State(NamedTuple):
-    live: Array  # [B, M] bool: nodes that stand for the accepted text
     tried: Array  # [B, M] bool
     walk: Walk  # its law is that of the next token if nothing more is tried
     p: Array  # [B, V] what the next child is tried against
@@ -158,30 +177,26 @@ def walk_down(
     everyone = jnp.arange(nodes + 1, dtype=jnp.int32)[None, :]
     root = jnp.zeros(batch, jnp.int32)
 
-    def children(live: Array) -> Array:
-        return shape.eligible & jnp.take_along_axis(live, shape.parents, axis=1)
-
-    def enter(node: Array, live: Array) -> tuple[Array, Array, Array]:
+    def enter(node: Array) -> tuple[Array, Array, Array]:
         """p at a node, and what its children need."""
         p = law.row(node)
-        below = children(live)
+        below = children(shape, node)
         q = draft_law(proposal, shape, first_of(below), None, p)
         return p, *siblings.enter(p, q, jnp.sum(below, axis=1).astype(p.dtype))
 
-    live = jnp.broadcast_to(everyone == 0, (batch, nodes + 1))
     if nodes == 0:
         p = law.row(root)
         return Walk(node=root, law=p, chance=jnp.ones(batch, p.dtype))
-    p, scale, rest = enter(root, live)
+    p, scale, rest = enter(root)
     walk = Walk(node=root, law=rest, chance=jnp.ones(batch, p.dtype))
-    state = _State(live=live, tried=live & False, walk=walk, p=p, scale=scale)
+    tried = jnp.zeros((batch, nodes + 1), bool)
+    state = _State(tried=tried, walk=walk, p=p, scale=scale)
 
     def unfinished(s: _State) -> Array:
-        return jnp.any(children(s.live) & ~s.tried)
+        return jnp.any(children(shape, s.walk.node) & ~s.tried)
 
     def step(s: _State) -> _State:
-        below = children(s.live)
-        waiting = below & ~s.tried
+        waiting = children(shape, s.walk.node) & ~s.tried
         trying = jnp.any(waiting, axis=1)
         child = first_of(waiting)
         token = pick(shape.tokens, child)
@@ -193,11 +208,10 @@ def walk_down(
 
         p, rest = siblings.rejected(s.p, s.walk.law, q)
         p, rest = jnp.where(failed, p, s.p), jnp.where(failed, rest, s.walk.law)
-        live = jnp.where(kept[:, None], below & (shape.tokens == token[:, None]), s.live)
         node = jnp.where(kept, child, s.walk.node)
 
         def deeper(_) -> tuple[Array, Array, Array]:
-            entered = enter(node, live)
+            entered = enter(node)
             return jax.tree.map(
                 lambda new, old: jnp.where(kept.reshape((-1,) + (1,) * (new.ndim - 1)), new, old),
                 entered,
@@ -206,7 +220,6 @@ def walk_down(
 
         p, scale, rest = jax.lax.cond(jnp.any(kept), deeper, lambda _: (p, s.scale, rest), None)
         return _State(
-            live=live,
             tried=s.tried | (trying[:, None] & (everyone == child[:, None])),
             walk=Walk(node=node, law=rest, chance=chance),
             p=p,
