@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from specjax.checkpoints import chat
+from specjax.checkpoints import chat, vocabulary
 from specjax.checkpoints.safetensors_folder import read_json
 
 __all__ = [
@@ -180,6 +181,29 @@ class Tokenizer:
         return chat.render(
             self.chat_template, messages, add_generation_prompt, dict(self.named_tokens)
         )
+
+    def token_bytes(self) -> tuple[bytes, ...]:
+        """What each token adds to a text, for searching and constraining text token by token.
+
+        The bytes of all tokens joined are the UTF-8 of `decode` of their ids, but for two things.
+        Decoders in SentencePiece's manner drop spaces of a text's first token: here tokens read as
+        they do inside a text. And where bytes are no UTF-8, byte fallback replaces each byte of the
+        whole run of byte tokens.
+
+        Returns:
+          The bytes by id, up to the highest id of this tokenizer; b"" for special tokens, which
+          `decode` leaves out, and for ids without a token.
+
+        Raises:
+          ValueError: the tokenizer's decoder is of a kind that is not understood.
+
+        Example:
+          >>> from specjax import checkpoints
+          >>> tokenizer = checkpoints.read("smollm2-135m").tokenizer
+          >>> [tokenizer.token_bytes()[i] for i in tokenizer.encode("a 🦜<|im_end|>")]
+          [b'a', b' \\xf0\\x9f', b'\\xa6', b'\\x9c', b'']
+        """
+        return _token_bytes(self)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """Begins a text that will grow token by token."""
@@ -541,6 +565,11 @@ def _merges(merges: list[str], vocab: Mapping[str, int]) -> list[tuple[str, str]
             )
         pairs.append((left, right))
     return pairs
+
+
+@functools.lru_cache(maxsize=16)
+def _token_bytes(tokenizer: Tokenizer) -> tuple[bytes, ...]:
+    return vocabulary.bytes_of_tokens(tokenizer.backend)
 
 
 def _id_list(ids: Sequence[int] | np.ndarray) -> list[int]:

@@ -6,6 +6,8 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from specjax.checkpoints import tokenizer as tokenizing
@@ -120,6 +122,107 @@ def test_a_cut_character_comes_with_flush():
     assert detokenizer.push(ids) == "a"
     assert "a" + detokenizer.flush() == tokenizer.decode(ids)
     assert detokenizer.push(tokenizer.encode("b")) == "b"
+
+
+# --- the bytes of each token -------------------------------------------------------------------
+
+
+def byte_level():
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[])
+    )
+    backend.decoder = decoders.ByteLevel()
+    # A space and an emoji are not in the byte-level alphabet, a small e with an accent is.
+    backend.add_tokens(["a b", "é", "x🙂", "Ġz", "<tool>"])
+    backend.add_special_tokens(["<s>"])
+    return backend
+
+
+def sentence_piece(decoder):
+    pieces = ["<unk>", "▁", "a", "▁b", "▁▁c", "d▁e", "é", "<0xZZ>"]
+    pieces += [f"<0x{byte:02X}>" for byte in range(256)]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[])
+    )
+    backend.decoder = decoder
+    backend.add_tokens(["▁new"])
+    backend.add_special_tokens(["<s>"])
+    return backend
+
+
+def wrap(backend):
+    return tokenizing.Tokenizer(
+        backend=backend,
+        ids=tokenizing.SpecialIds(None, (), 0),
+        named_tokens=(),
+        chat_template=None,
+    )
+
+
+MARK, BYTES, FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+STRIP = decoders.Strip(" ", 1, 0)
+SENTENCE_PIECE = (
+    decoders.Sequence([MARK, BYTES, FUSE, STRIP]),
+    decoders.Sequence([MARK, BYTES, FUSE]),
+    decoders.Sequence([BYTES, decoders.Metaspace()]),
+    decoders.Sequence([BYTES, decoders.Metaspace(prepend_scheme="never")]),
+)
+
+
+def test_bytes_of_byte_level_tokens_are_the_text(smollm2):
+    rng = np.random.default_rng(0)
+    for tokenizer in (smollm2.tokenizer, wrap(byte_level())):
+        words = tokenizer.token_bytes()
+        assert len(words) == tokenizer.vocab_size
+        assert tokenizer.token_bytes() is words
+        for _ in range(500):
+            ids = rng.integers(0, len(words), rng.integers(0, 20))
+            assert b"".join(words[i] for i in ids).decode(errors="replace") == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("decoder", SENTENCE_PIECE)
+def test_bytes_of_sentence_piece_tokens_are_the_text(decoder):
+    tokenizer = wrap(sentence_piece(decoder))
+    words = tokenizer.token_bytes()
+    rng = np.random.default_rng(0)
+    first_byte = tokenizer.backend.token_to_id("<0x00>")
+    pieces = [[i] for i in (*range(first_byte), len(words) - 2, len(words) - 1)]
+    pieces += [[first_byte + byte for byte in c.encode()] for c in ("é", "🙂", "z", " ")]
+    for _ in range(500):
+        ids = [i for _ in range(8) for i in pieces[rng.integers(len(pieces))]]
+        # Behind other text; at the start of a text, spaces are dropped.
+        text = b"".join(words[i] for i in ids).decode()
+        assert tokenizer.decode([2, *ids]) == "a" + text
+        assert tokenizer.decode(ids).replace(" ", "") == text.replace(" ", "")
+
+
+def test_bytes_of_ids_without_a_token():
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 3}, merges=[]))
+    backend.decoder = decoders.Fuse()
+    assert wrap(backend).token_bytes() == (b"a", b"", b"", b"b")
+
+
+@pytest.mark.parametrize(
+    ("decoder", "name"),
+    [
+        (decoders.WordPiece(), "WordPiece"),
+        (decoders.BPEDecoder(), "BPEDecoder"),
+        (decoders.CTC(), "CTC"),
+        (decoders.Replace(tokenizers.Regex("a+"), ""), "Replace"),
+        (decoders.Sequence([decoders.Strip(" ", 1, 0), FUSE]), "Strip"),
+        (decoders.Sequence([FUSE, decoders.Strip(" ", 0, 1)]), "Strip"),
+        (decoders.Sequence([FUSE, decoders.Replace("ab", "")]), "Replace"),
+    ],
+)
+def test_decoders_that_do_not_say_the_bytes_of_a_token(decoder, name):
+    with pytest.raises(ValueError, match=f"decoder is .*{name}"):
+        wrap(sentence_piece(decoder)).token_bytes()
+
+
+def test_no_decoder():
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    with pytest.raises(ValueError, match="no decoder"):
+        wrap(backend).token_bytes()
 
 
 def test_decode_wants_flat_ids(smollm2):
