@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from specjax.draft import draft_step
     from specjax.loading import load
     from specjax.sampling import Sampling
-    from specjax.text import generate, stream
+    from specjax.text import Completion, complete, generate, stream
     from specjax.types import (
         DecodeResult,
         Drafter,
+        Logprobs,
         Model,
         Params,
         Proposal,
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Completion",
     "DecodeResult",
     "Drafter",
+    "Logprobs",
     "Model",
     "Params",
     "Proposal",
@@ -36,6 +39,7 @@ __all__ = [
     "Status",
     "Verdict",
     "accept_and_resample",
+    "complete",
     "decode",
     "draft_step",
     "generate",
@@ -48,7 +52,9 @@ __all__ = [
 # Where each public name lives. Imported when first used, so that `specjax --help` need not wait
 # for jax and flax.
 _HOMES = {
+    "Completion": "text",
     "accept_and_resample": "accept",
+    "complete": "text",
     "decode": "decoding",
     "draft_step": "draft",
     "generate": "text",
@@ -62,6 +68,7 @@ _MODULES = (
     "accept",
     "cache",
     "checkpoints",
+    "constraints",
     "drafters",
     "models",
     "sampling",

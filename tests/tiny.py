@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 
 import specjax
 from specjax import drafters, tree
+from specjax.checkpoints.tokenizer import SpecialIds, Tokenizer
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import decoder_model, first_layers, random_weights
 from specjax.types import Block, Cache, Drafter, Forward, Model, Params, Proposal
@@ -98,6 +102,48 @@ def oracle(text: tuple[int, ...], depth: int, shift: int = 0) -> Drafter:
         return state
 
     return Drafter(init=init, draft=draft, update=update, name="oracle", depth=depth, nodes=depth)
+
+
+def script(text: Sequence[int], vocab: int = 32) -> np.ndarray:
+    """Weights of a `markov_model` that greedily writes `text` after its first token.
+
+    A token that stands twice in the text is followed by what follows it last. After the end, and
+    after all other tokens, comes the next higher id.
+    """
+    logits = np.zeros((vocab, vocab), np.float32)
+    logits[np.arange(vocab), (np.arange(vocab) + 1) % vocab] = 4.0
+    for token, following in itertools.pairwise(text):
+        logits[token] = 0
+        logits[token, following] = 4.0
+    return logits
+
+
+def scripted(text: Sequence[int], depth: int = 5, vocab: int = 32) -> Params:
+    """A target that greedily writes `text[1:]` after `text[0]`, and a drafter that knows it."""
+    return Params(
+        target=jnp.asarray(script(text, vocab)),
+        model=markov_model(vocab),
+        drafter=oracle(tuple(text), depth),
+    )
+
+
+# Tokens of one byte and of more: stop strings begin, end and lie inside them.
+WORDS = [*'abcdefghijklmnopqrstuvwxyz .,;:!?0123456789{}"\n', *"ab abc .. !! ;; 12".split()]
+WORDS += ["x. y", "\n\n"]
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """Texts for the ids of `CONFIG`'s vocabulary; it has no end token and no chat template."""
+    alphabet = {" ": "Ġ", "\n": "Ċ"}
+    words = WORDS + [f"<{i}>" for i in range(len(WORDS), CONFIG.vocab_size)]
+    vocab = {"".join(alphabet.get(c, c) for c in word): i for i, word in enumerate(words)}
+    assert len(vocab) == CONFIG.vocab_size
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    ids = SpecialIds(bos=None, eos=(), pad=0)
+    return Tokenizer(backend=backend, ids=ids, named_tokens=(), chat_template=None)
 
 
 def emitted(result: specjax.DecodeResult, row: int = 0) -> list[int]:
