@@ -320,7 +320,8 @@ def _byte_dfa(pattern: str) -> tuple[np.ndarray, np.ndarray]:
         marking = table[marking, byte]
     complete = matched[table[marking, last]]
     table[marking[complete], last] = -1  # the mark ends the text, hence is no part of it
-    reached = np.flatnonzero(_closure(_leads(table[:-1, :256]), 0))
+    source, target = _edges(table[:-1, :256])
+    reached = np.flatnonzero(_closure(source, target, 0, len(number)))
     number = np.full(len(table), -1)
     number[reached] = np.arange(len(reached))
     return number[table[reached, :256]], complete[reached]
@@ -354,8 +355,9 @@ def _constraint(
     columns = columns.copy()
     columns[list(ends)] = width
 
-    leads = _leads(table[:, np.unique(columns)])
-    kept = np.flatnonzero(_closure(leads, 0) & _closure(leads.T, end))
+    source, target = _edges(table[:, np.unique(columns)])
+    begun = _closure(source, target, 0, len(table))
+    kept = np.flatnonzero(begun & _closure(target, source, end, len(table)))
     if 0 not in kept:
         raise ValueError(f"no sequence of tokens of this vocabulary completes the {what}")
     number = np.full(states + 2, -1)  # the last one: state -1
@@ -363,22 +365,26 @@ def _constraint(
     return _record(automaton.build(number[table[kept]], columns), 0)
 
 
-def _leads(following: np.ndarray) -> np.ndarray:
-    """Which states follow which, [S, S] bool."""
-    leads = np.zeros((len(following),) * 2, bool)
+def _edges(following: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which states follow which: sources [E] and targets [E]."""
     source, column = np.nonzero(following >= 0)
-    leads[source, following[source, column]] = True
-    return leads
+    code = np.unique(source * len(following) + following[source, column])
+    return np.divmod(code, len(following))
 
 
-def _closure(leads: np.ndarray, start: int) -> np.ndarray:
-    """The states that a state leads to, itself included; leads [S, S] bool."""
-    reached = np.zeros(len(leads), bool)
+def _closure(source: np.ndarray, target: np.ndarray, start: int, states: int) -> np.ndarray:
+    """The states that edges lead to from a state, itself included: [S] bool."""
+    order = np.argsort(source, kind="stable")
+    target, begin = target[order], np.searchsorted(source[order], np.arange(states + 1))
+    reached = np.zeros(states, bool)
     reached[start] = True
-    new = reached
-    while new.any():
-        new = leads[new].any(axis=0) & ~reached
-        reached = reached | new
+    waiting = [start]
+    while waiting:
+        state = waiting.pop()
+        new = target[begin[state] : begin[state + 1]]
+        new = new[~reached[new]]
+        reached[new] = True
+        waiting += new.tolist()
     return reached
 
 
