@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from specjax import checkpoints, drafters, sharding
@@ -18,6 +19,7 @@ from specjax.types import Drafter, Model, Params, PyTree
 
 __all__ = ["METHODS", "default_dtype", "load"]
 
+_PADDING = 1 / 8  # vocabularies whose sizes differ by no more than this are one, padded
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -163,8 +165,9 @@ def _draft_model(
             )
             return drafters.draft_model(decoder_model(config), num_speculative_tokens), weights
         draft = _read(model, target.dtype, target.mesh)
-        _check_vocabulary(draft, target.loaded)
-        return drafters.draft_model(draft.model, num_speculative_tokens), draft.weights
+        ids = _vocabulary_map(draft, target.loaded)
+        made = drafters.draft_model(draft.model, num_speculative_tokens, mapped=ids is not None)
+        return made, draft.weights if ids is None else (draft.weights, ids)
 
     return build
 
@@ -214,19 +217,41 @@ def _builder(drafter: Any) -> _Build:
     return make(**options)
 
 
-def _check_vocabulary(draft: _Loaded, target: _Loaded) -> None:
-    ours, theirs = target.model.vocab_size, draft.model.vocab_size
-    where = f"the draft model {draft.checkpoint.name}"
-    if ours != theirs:
+def _vocabulary_map(draft: _Loaded, target: _Loaded) -> drafters.VocabularyMap | None:
+    """How a draft model's tokens are found among the target's; None if both number them alike."""
+    ours, theirs = target.checkpoint.tokenizer, draft.checkpoint.tokenizer
+    if ours is None or theirs is None:
+        sizes = draft.model.vocab_size, target.model.vocab_size
+        if max(sizes) > (1 + _PADDING) * min(sizes):
+            raise ValueError(
+                f"the draft model {draft.checkpoint.name} has {sizes[0]} tokens, the target "
+                f"{target.checkpoint.name} has {sizes[1]}, and without both tokenizers it is not "
+                "known which are the same; put tokenizer.json beside both, or use a draft of the "
+                "same model family"
+            )
+        return None
+    if ours == theirs:
+        return None
+    here, there = _named(ours), _named(theirs)
+    if all(here.get(name, i) == i for name, i in there.items()):
+        return None
+    size = target.model.vocab_size
+    ids = np.full(draft.model.vocab_size, size)
+    shared = {i: here[name] for name, i in there.items() if name in here}
+    ids[list(shared)] = list(shared.values())
+    if len(shared) < len(there) / 2:
         raise ValueError(
-            f"{where} has {theirs} tokens, the target {target.checkpoint.name} has {ours}; a draft "
-            "model needs the target's vocabulary. Use a draft of the same model family."
+            f"the draft model {draft.checkpoint.name} shares only {len(shared)} of its "
+            f"{len(there)} tokens with the target {target.checkpoint.name}; use a draft of a "
+            "related vocabulary, such as one of the same model family"
         )
-    tokenizers = draft.checkpoint.tokenizer, target.checkpoint.tokenizer
-    if None in tokenizers or tokenizers[0] == tokenizers[1]:
-        return
-    if tokenizers[0].backend.get_vocab() != tokenizers[1].backend.get_vocab():
-        raise ValueError(
-            f"{where} numbers its tokens otherwise than the target {target.checkpoint.name}; a "
-            "draft model needs the target's vocabulary. Use a draft of the same model family."
-        )
+    return drafters.vocabulary_map(ids - np.arange(ids.size), size)
+
+
+def _named(tokenizer: checkpoints.Tokenizer) -> dict[str | bytes, int]:
+    """Ids by what tells tokens apart: their bytes, or the name of those without text."""
+    words = tokenizer.token_bytes()
+    names: dict[str | bytes, int] = {}
+    for name, i in sorted(tokenizer.backend.get_vocab().items(), key=lambda pair: pair[1]):
+        names.setdefault(words[i] or name, i)
+    return names

@@ -97,9 +97,12 @@ def test_a_drafter_without_its_weights():
     params = tiny.params("draft_model")
     with pytest.raises(ValueError, match=r"params\.draft is None"):
         specjax.decode(params.replace(draft=None), [1, 2])
-    other = drafters.draft_model(tiny.markov_model(30), 2)
-    with pytest.raises(ValueError, match="30 tokens, the target has 61"):
-        specjax.decode(params.replace(drafter=other), [1, 2])
+    mapped = drafters.draft_model(tiny.markov_model(30), 2, mapped=True)
+    with pytest.raises(ValueError, match=r"must be .weights, vocabulary map"):
+        specjax.decode(params.replace(drafter=mapped), [1, 2])
+    ids = drafters.vocabulary_map(np.zeros(30, int), 40)
+    with pytest.raises(ValueError, match=r"maps 30 draft tokens to 40, .* target 61"):
+        specjax.decode(params.replace(drafter=mapped, draft=(params.draft, ids)), [1, 2])
 
 
 @pytest.mark.parametrize("rounds", [0, -1, 1.5])

@@ -13,14 +13,15 @@ from jax import Array
 
 from specjax import cache, sampling, tree
 from specjax import seen as seen_lib
+from specjax.drafters.vocabulary import VocabularyMap, onto_target
 from specjax.sampling import Purpose
-from specjax.types import Context, Drafter, Model, Outcome, Params, Prefill, Proposal
+from specjax.types import Context, Drafter, Model, Outcome, Params, Prefill, Proposal, PyTree
 
 __all__ = ["draft_model"]
 
 
 @functools.cache
-def draft_model(model: Model, num_speculative_tokens: int = 4) -> Drafter:
+def draft_model(model: Model, num_speculative_tokens: int = 4, *, mapped: bool = False) -> Drafter:
     """Drafts with `model`, whose weights are `params.draft`.
 
     Tokens are drawn from the same law as the target's (`specjax.sampling`), and that law is kept
@@ -28,8 +29,11 @@ def draft_model(model: Model, num_speculative_tokens: int = 4) -> Drafter:
     stood the last draft too: the first step of a round reads whichever of the two are missing.
 
     Args:
-      model: any causal model with the target's vocabulary.
+      model: any causal model. Its vocabulary may be smaller or larger than the target's, as long
+        as both number the tokens that they share alike; tokens that it lacks have q = 0.
       num_speculative_tokens: K.
+      mapped: it numbers its tokens in another way. `params.draft` is then the pair
+        `(weights, specjax.drafters.vocabulary_map(...))`.
 
     Raises:
       ValueError: K below 1.
@@ -38,42 +42,65 @@ def draft_model(model: Model, num_speculative_tokens: int = 4) -> Drafter:
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise ValueError(f"num_speculative_tokens must be an integer of at least 1, got {depth!r}")
 
+    def split(params: Params) -> tuple[PyTree, VocabularyMap | None]:
+        """The weights and, if the vocabularies are mapped, the map."""
+        if not mapped:
+            return params.draft, None
+        pair = params.draft
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], VocabularyMap)):
+            raise ValueError(
+                "params.draft must be (weights, vocabulary map) for draft_model(..., mapped=True), "
+                f"got {type(pair)}"
+            )
+        return pair
+
+    def own(tokens: Array, ids: VocabularyMap | None) -> Array:
+        """The draft's ids of the target's tokens; what it does not have reads as another token."""
+        if ids is None:
+            return jnp.minimum(tokens, model.vocab_size - 1)
+        return ids.t2d[tokens]
+
     def init(params: Params, prefill: Prefill):
         if params.draft is None:
             raise ValueError(
                 "params.draft is None, but the drafter draft_model needs the draft's weights; load "
                 "them with specjax.load(target, drafter=...) or params.replace(draft=...)"
             )
-        if model.vocab_size != params.model.vocab_size:
-            raise ValueError(
-                f"the draft model of params.drafter has {model.vocab_size} tokens, the target has "
-                f"{params.model.vocab_size}; a draft model needs the target's vocabulary"
-            )
+        weights, ids = split(params)
+        if ids is not None:
+            sizes = (model.vocab_size, params.model.vocab_size)
+            if (ids.d2t.size, ids.t2d.size) != sizes:
+                raise ValueError(
+                    f"params.draft maps {ids.d2t.size} draft tokens to {ids.t2d.size}, but the "
+                    f"draft model has {sizes[0]} tokens and the target {sizes[1]}"
+                )
         held, _ = cache.prefill(
             model,
-            params.draft,
-            model.init_cache(params.draft, prefill.tokens.shape[0], prefill.slots),
-            prefill.tokens,
+            weights,
+            model.init_cache(weights, prefill.tokens.shape[0], prefill.slots),
+            own(prefill.tokens, ids),
             prefill.lengths - 1,
             chunk=prefill.chunk,
         )
         return held
 
     def draft(params: Params, key: Array, held, context: Context):
-        weights = params.draft
+        weights, ids = split(params)
 
         def step(held, seen, tokens, count, position):
             """Reads `count` of `tokens [B, T]` and draws the token at `position [B]`."""
             steps = tokens.shape[1]
             causal = jnp.tril(jnp.ones((1, steps, steps), bool))
             positions = held.lengths[:, None] + jnp.arange(steps)[None, :]
-            out = model.forward(weights, tokens, positions, held, causal)
+            out = model.forward(weights, own(tokens, ids), positions, held, causal)
             held = cache.append(held, out.block, held.lengths + count)
             last = jnp.take_along_axis(out.hidden, count[:, None, None] - 1, axis=1)[:, 0]
             logits = model.unembed(weights, last)
+            sound = jnp.isfinite(jnp.max(logits, axis=-1))
+            d2t = None if ids is None else ids.d2t
+            logits = onto_target(logits, params.model.vocab_size, d2t)
             keys = sampling.at_positions(key, Purpose.DRAFT, position)
             token, probs = sampling.sample(keys, logits, context.sampling, seen)
-            sound = jnp.isfinite(jnp.max(logits, axis=-1))
             return held, seen_lib.after(seen, token), token, probs, sound
 
         missing = context.lengths - held.lengths  # [B], 1 or 2
