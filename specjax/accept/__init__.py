@@ -16,6 +16,7 @@ from specjax.accept.chain import (
     speculative_sampling,
 )
 from specjax.accept.laws import TargetLaw, dense_law, logits_law
+from specjax.accept.names import RULES
 from specjax.accept.rule import Acceptance, JudgeFn, keep_probability, residual
 from specjax.accept.step import accept_and_resample
 from specjax.accept.synthetic import synthetic_acceptance
@@ -33,6 +34,7 @@ from specjax.accept.tree import (
 from specjax.accept.typical import typical_acceptance, typical_best, typical_keep
 
 __all__ = [
+    "RULES",
     "Acceptance",
     "JudgeFn",
     "TargetLaw",
