@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 import specjax
-from specjax import cli, drafters
-from specjax.accept import speculative_sampling
+from specjax import accept, cli, drafters, stopping
+from specjax.accept.names import RULES
 from specjax.checkpoints.registry import Availability, entries
 from specjax.cli import process, running, showing
 from specjax.cli.wrapping import WordWrap
@@ -102,10 +102,13 @@ def test_help(invoke):
     text = flat(invoke("generate", "--help").output)
     assert "standard error" in text
     options = (
-        "model drafter num-speculative-tokens draft-layers max-new-tokens temperature seed plain "
-        "compare dtype raw"
+        "model dtype raw drafter num-speculative-tokens draft-layers acceptance plain compare "
+        "temperature top-k top-p min-p repetition-penalty presence-penalty frequency-penalty seed "
+        "max-new-tokens min-new-tokens stop ignore-eos regex json-schema"
     )
     assert all(f"--{name} " in text for name in options.split())
+    for panel in ("Model", "Speculation", "Sampling", "Ending", "Grammar"):
+        assert f" {panel} --" in text
 
 
 def test_version(invoke):
@@ -117,6 +120,8 @@ def test_models(invoke):
     for word in ("smollm2-135m", "Apache-2.0", "Hugging Face folder", "GGUF file", "llama"):
         assert word in text
     assert "draft_model model, draft_layers, num_speculative_tokens" in text
+    assert all(f" {name} " in text for name in RULES)
+    assert "typical_acceptance epsilon, delta, next_token" in text
 
 
 def test_models_say_how_to_get_what_is_missing(invoke, monkeypatch):
@@ -154,6 +159,13 @@ def test_models_say_how_to_get_what_is_missing(invoke, monkeypatch):
         (["--seed", "-1"], "-1 is not in the range"),
         (["--seed", str(2**32)], "4294967296 is not in the range"),
         (["--dtype", "float64"], "'float32', 'bfloat16', 'float16'"),
+        (["--top-k", "-1"], "'--top-k'"),
+        (["--top-p", "1.5"], "'--top-p'"),
+        (["--acceptance", "{rule: spectr}"], "--acceptance is not valid JSON"),
+        (["--plain", "--acceptance", "spectr"], "with --plain there are none"),
+        (["--regex", "a", "--json-schema", "{}"], "cannot go together"),
+        (["--json-schema", "{type: null}"], "--json-schema is not valid JSON"),
+        (["--json-schema", "nowhere.json"], "'nowhere.json' is neither a file nor a JSON text"),
     ],
 )
 def test_bad_options(generate, words, message):
@@ -170,6 +182,13 @@ def test_bad_options(generate, words, message):
         (["--draft-layers", "2"], "draft_layers must be between 1 and 1, got 2"),
         (["--temperature", "inf"], "sampling.temperature must be finite"),
         (["--model", "nowhere"], "'nowhere' is neither a known checkpoint nor an existing path"),
+        (["--acceptance", "spectre"], "acceptance rule 'spectre' is not known; known: spec"),
+        (["--acceptance", '{"rule": "spectr", "k": 2}'], "'spectr' has no option 'k'"),
+        (["--acceptance", "lenient_sampling"], "needs 'lenience'"),
+        (["--repetition-penalty", "0"], "sampling.repetition_penalty must be finite and above 0"),
+        (["--stop", ""], "stop has an empty text"),
+        (["--regex", "a("], "wanted a regular expression"),
+        (["--json-schema", '{"type": "nothing"}'], "outlines-core cannot make it a regular"),
     ],
 )
 def test_refusals_of_the_library_are_one_line(generate, words, message):
@@ -178,6 +197,13 @@ def test_refusals_of_the_library_are_one_line(generate, words, message):
     assert result.stderr.startswith("Error: ")
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_a_grammar_without_its_package(generate, monkeypatch):
+    monkeypatch.setitem(sys.modules, "outlines_core", None)
+    result = generate("--json-schema", '{"type": "boolean"}', code=2)
+    assert result.stderr.startswith("Error: regex and json_schema need the package outlines-core")
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_checkpoint_without_a_tokenizer(invoke, folder, tmp_path):
@@ -222,7 +248,7 @@ def test_only_the_text_goes_to_standard_output(generate, folder):
     figures = flat(result.stderr)
     assert "tiny in float32 on cpu, prompt of 32 tokens" in figures
     assert "ngram, K = 5 tokens 40 rounds" in figures
-    assert "ended by --max-new-tokens lossless yes" in figures
+    assert "ended by --max-new-tokens rule speculative_sampling lossless yes" in figures
     assert "speed-up" not in figures
 
 
@@ -256,6 +282,61 @@ def test_a_fresh_seed_is_shown_and_repeats_the_run(generate):
     assert generate("--temperature", "1", "--seed", seed).stdout == first.stdout
 
 
+def test_sampling_stops_and_a_rule(generate, folder):
+    """As `stream` with the same options, up to a stop string."""
+    sampling = specjax.Sampling(
+        temperature=1.0,
+        top_k=200,
+        top_p=0.95,
+        min_p=0.001,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        min_new_tokens=4,
+        ignore_eos=True,
+    )
+    params = specjax.load(folder, drafter="ngram")
+    options = {"sampling": sampling, "seed": 7, "max_new_tokens": 40}
+    options["acceptance"] = accept.block_verification()
+    free = "".join(specjax.stream(params, PROMPT, stop="not to be found", **options))
+    pairs = [free[i : i + 2] for i in range(8, 30)]
+    stops = [p for p in pairs if p.isascii() and p.isprintable() and free.find(p) >= 8][:2]
+    words = (
+        "--temperature 1 --top-k 200 --top-p 0.95 --min-p 0.001 --repetition-penalty 1.1 "
+        "--presence-penalty 0.2 --frequency-penalty -0.3 --min-new-tokens 4 --ignore-eos --seed 7 "
+        "--acceptance block_verification"
+    )
+    result = generate(*words.split(), "--stop", stops[0], "--stop", stops[1])
+    text = stopping.cut(free, stops)
+    assert result.stdout == text + "\n" * (not text.endswith("\n"))
+    figures = flat(result.stderr)
+    assert "ended by stop sequence rule block_verification lossless yes" in figures
+    assert "Drawn with --seed 7." in figures
+
+
+def test_grammars(generate, tmp_path):
+    pytest.importorskip("outlines_core")
+    result = generate("--regex", "[a-c]{3,5}", "--acceptance", "traversal_verification")
+    assert re.fullmatch("[a-c]{3,5}\n", result.stdout)
+    figures = flat(result.stderr)
+    assert "ended by end token rule traversal_verification lossless yes" in figures
+    schema = '{"type": "boolean"}'
+    file = tmp_path / "schema.json"
+    file.write_text(schema)
+    shown = generate("--json-schema", schema).stdout
+    assert shown in ("true\n", "false\n")
+    assert generate("--json-schema", str(file)).stdout == shown
+
+
+def test_compare_with_a_lossy_rule(generate):
+    rule = '{"rule": "synthetic_acceptance", "rates": [1, 1, 1]}'
+    figures = flat(generate("--compare", "--seed", "3", "--acceptance", rule).stderr)
+    assert "rule synthetic_acceptance - lossless no yes" in figures
+    assert "Likely cause: the rule synthetic_acceptance is lossy." in figures
+    assert "bug" not in figures
+    assert "Drawn with --seed 3." in figures
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -287,17 +368,21 @@ def test_raw_and_standard_input(generate, invoke, folder):
 # --- figures ---------------------------------------------------------------------------------
 
 
-def finished(tokens: list[int], proposed=(), accepted=()) -> running.Run:
+def finished(
+    tokens: list[int], proposed=(), accepted=(), rule=None, status=Status.LENGTH
+) -> running.Run:
     stats = Stats(
         rounds=np.array([4]),
         histogram=np.zeros((1, 1 + len(proposed))),
         proposed=np.array([proposed], np.int32),
         accepted=np.array([accepted], np.int32),
+        rule="" if rule is None else rule.name,
+        lossless=rule is None or rule.lossless,
     )
     result = DecodeResult(
         tokens=np.array([[*tokens, 0]]),
         lengths=np.array([len(tokens)]),
-        status=np.array([Status.LENGTH]),
+        status=np.array([status]),
         stats=stats,
     )
     return running.Run(result, running.Timing(tokens=6, rounds=3, seconds=2.0), 1.0)
@@ -328,18 +413,47 @@ def test_texts_that_differ(dtype, cause):
     assert cause in text
 
 
-@pytest.mark.parametrize(("lossless", "word"), [(True, "yes"), (False, "no")])
-def test_the_rule_says_whether_it_is_lossless(lossless, word, capsys):
+@pytest.mark.parametrize("greedy", [True, False])
+def test_texts_of_a_lossy_rule(greedy):
+    run = finished([1, 2, 3], rule=accept.typical_acceptance())
+    text = showing.same_text(run, finished([1, 5]), greedy=greedy, dtype="float32").plain
+    assert "the rule typical_acceptance is lossy" in text
+    assert "bug" not in text
+    assert "same law" not in text
+
+
+@pytest.mark.parametrize(
+    ("rule", "word"),
+    [(accept.speculative_sampling(), "yes"), (accept.lenient_sampling(0.5), "no")],
+)
+def test_the_rule_and_whether_it_is_lossless(rule, word, capsys):
     from rich.console import Console
 
-    rule = speculative_sampling()._replace(lossless=lossless)
-    Console().print(showing.run_table({"x": finished([1])}, rule))
-    assert capsys.readouterr().out.split()[-2:] == ["lossless", word]
+    runs = {"x": finished([1], [1], [1], rule=rule), "plain": finished([1])}
+    Console().print(showing.run_table(runs))
+    assert capsys.readouterr().out.split()[-6:] == ["rule", rule.name, "-", "lossless", word, "yes"]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (Status.EOS, "end token"),
+        (Status.STOP, "stop sequence"),
+        (Status.LENGTH, "--max-new-tokens"),
+        (Status.CACHE_FULL, "context length"),
+        (Status.NONFINITE, "logits not finite"),
+    ],
+)
+def test_how_a_run_ended(status, words, capsys):
+    from rich.console import Console
+
+    Console().print(showing.run_table({"x": finished([1], status=status)}))
+    assert f"ended by {words} rule" in flat(capsys.readouterr().out)
 
 
 def test_measuring_takes_turns_and_stops_in_time(folder):
     params = specjax.load(folder, drafter="ngram")
-    both = {"ngram": params, "plain": params.replace(drafter=drafters.plain())}
+    both = {"ngram": (params, {}), "plain": (params.replace(drafter=drafters.plain()), {})}
     ids = params.tokenizer.encode(PROMPT)
     runs, made = running.measure(both, ids, max_new_tokens=40)
     assert list(runs) == ["ngram", "plain"]

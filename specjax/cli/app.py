@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 from typing import Annotated
 
 import typer
 
-from specjax.cli import process
+from specjax.cli import options, process
+from specjax.cli.arguments import acceptance_argument, schema_argument
 from specjax.cli.drafter_options import drafter_argument
 
 __all__ = ["DEMO_PROMPT", "app", "main"]
@@ -30,14 +30,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-class Dtype(enum.StrEnum):
-    """Of the weights and the cache."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 def main() -> None:
@@ -65,79 +57,32 @@ def _root(
     pass
 
 
-def _seed(value: int | None) -> int | None:
-    if value is not None and not 0 <= value < 2**32:  # a key drops what is beyond 32 bits
-        raise typer.BadParameter(f"{value} is not in the range 0..{2**32 - 1}")
-    return value
-
-
-_Dtype = Annotated[
-    Dtype | None,
-    typer.Option(
-        metavar="DTYPE",
-        help="Of weights and cache: float32, bfloat16 or float16.",
-        show_default="float32 on a CPU, else bfloat16",
-    ),
-]
-
-
 @app.command()
 def generate(
-    prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="The text; - reads it from standard input.")
-    ],
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL",
-            help="A name that `specjax models` lists, a Hugging Face folder or a GGUF file.",
-        ),
-    ] = "smollm2-135m",
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DRAFTER",
-            help="What guesses: ngram; draft_model, with --draft-layers; the checkpoint of a "
-            "smaller model; or a JSON object.",
-            show_default="ngram",
-        ),
-    ] = None,
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="K",
-            min=1,
-            help="Tokens guessed a round.",
-            show_default="the method's own",
-        ),
-    ] = None,
-    draft_layers: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Draft with the model's own first N layers."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="At most so many tokens.")
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", min=0, help="0 is greedy; else logits are divided by T.")
-    ] = 0.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            callback=_seed,
-            help="Repeats a run at a temperature above 0.",
-            show_default="a fresh one",
-        ),
-    ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Decode without a drafter.")] = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Decode without a drafter too, and compare.")
-    ] = False,
-    dtype: _Dtype = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")
-    ] = False,
+    prompt: options.Prompt,
+    model: options.Model = "smollm2-135m",
+    dtype: options.DtypeOption = None,
+    raw: options.Raw = False,
+    drafter: options.Drafter = None,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
+    draft_layers: options.DraftLayers = None,
+    acceptance: options.Acceptance = None,
+    plain: options.Plain = False,
+    compare: options.Compare = False,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    seed: options.Seed = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    min_new_tokens: options.MinNewTokens = 0,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    regex: options.Regex = None,
+    json_schema: options.JsonSchema = None,
 ) -> None:
     """Generate text, and show what speculation gained.
 
@@ -145,39 +90,55 @@ def generate(
     does; progress and the table of figures go to standard error. So
     `specjax generate "..." > answer.txt` keeps the text alone.
 
-    A drafter as a JSON object has the keys that `specjax models` lists:
-    --drafter '{"method": "ngram", "num_speculative_tokens": 8}'
+    A drafter or a rule as a JSON object has the keys that `specjax models`
+    lists: --drafter '{"method": "ngram", "num_speculative_tokens": 8}'
     """
     if plain and compare:
         raise typer.BadParameter(
             "--compare sets a drafter against plain decoding; with --plain there is no drafter"
         )
+    rule = acceptance_argument(acceptance, plain=plain)
+    schema = schema_argument(json_schema, regex=regex)
     from specjax.cli import generating
+    from specjax.sampling import Sampling
 
     with process.errors_in_one_line():
-        chosen = drafter_argument(
-            drafter,
-            plain=plain,
-            num_speculative_tokens=num_speculative_tokens,
-            draft_layers=draft_layers,
-        )
         generating.run(
             generating.Job(
                 prompt=sys.stdin.read() if prompt == "-" else prompt,
                 model=model,
-                drafter=chosen,
+                drafter=drafter_argument(
+                    drafter,
+                    plain=plain,
+                    num_speculative_tokens=num_speculative_tokens,
+                    draft_layers=draft_layers,
+                ),
                 dtype=None if dtype is None else dtype.value,
                 chat=not raw,
+                acceptance=rule,
                 max_new_tokens=max_new_tokens,
-                temperature=temperature,
+                sampling=Sampling(
+                    temperature=temperature,
+                    top_k=top_k,
+                    top_p=top_p,
+                    min_p=min_p,
+                    repetition_penalty=repetition_penalty,
+                    presence_penalty=presence_penalty,
+                    frequency_penalty=frequency_penalty,
+                    min_new_tokens=min_new_tokens,
+                    ignore_eos=ignore_eos,
+                ),
                 seed=seed,
+                stop=tuple(stop or ()),
+                regex=regex,
+                json_schema=schema,
                 compare=compare,
             )
         )
 
 
 @app.command()
-def demo(dtype: _Dtype = None) -> None:
+def demo(dtype: options.DtypeOption = None) -> None:
     """Show speculation at its best: copying from the prompt, compared with plain decoding.
 
     The output goes where that of `generate` goes.
@@ -202,13 +163,14 @@ def demo(dtype: _Dtype = None) -> None:
 
 @app.command()
 def models() -> None:
-    """List what can be loaded, and what can draft."""
+    """List what can be loaded, what can draft, and which rules verify."""
     from rich.console import Console
 
+    from specjax.accept.names import RULES
     from specjax.checkpoints import available
     from specjax.cli.showing import loadable
     from specjax.loading import METHODS
     from specjax.models.families import FAMILIES
 
     with process.errors_in_one_line():
-        Console().print(loadable(available(), FAMILIES, METHODS))
+        Console().print(loadable(available(), FAMILIES, METHODS, RULES))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 import typer
+
+from specjax.cli.arguments import is_json, json_object
 
 __all__ = ["drafter_argument"]
 
@@ -67,11 +68,8 @@ def _parse(drafter: str) -> dict[str, Any]:
     from specjax.checkpoints.registry import entries
     from specjax.loading import METHODS
 
-    if drafter.lstrip().startswith("{"):
-        try:
-            value = json.loads(drafter)
-        except json.JSONDecodeError as error:
-            raise typer.BadParameter(f"--drafter is not valid JSON: {error}") from error
+    if is_json(drafter):
+        value = json_object("--drafter", drafter)
         method = value.get("method")
         if not isinstance(method, str):
             raise typer.BadParameter(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from specjax import drafters, loading
-from specjax.accept import Acceptance, speculative_sampling
+from specjax import constraints, drafters, loading
+from specjax.accept import Acceptance
+from specjax.accept.names import rule
 from specjax.cli import running, showing
 from specjax.cli.wrapping import WordWrap
 from specjax.sampling import Sampling
@@ -32,9 +33,13 @@ class Job(NamedTuple):
     drafter: Mapping[str, Any] | None  # as for `specjax.load`
     dtype: str | None = None
     chat: bool = True
+    acceptance: str | Mapping[str, Any] = "speculative_sampling"
     max_new_tokens: int = 128
-    temperature: float = 0.0
+    sampling: Sampling = Sampling()  # scalars
     seed: int | None = None
+    stop: Sequence[str] = ()
+    regex: str | None = None
+    json_schema: str | None = None  # JSON text
     compare: bool = False
 
 
@@ -46,6 +51,7 @@ def run(job: Job) -> None:
       typer.Exit: code 1, if the model's logits were not finite.
     """
     console = Console(stderr=True, highlight=False)
+    acceptance = rule(job.acceptance)
     began = time.perf_counter()
     with console.status(f"Loading {Text(job.model).markup} ..."):
         params = loading.load(job.model, drafter=job.drafter, dtype=job.dtype)
@@ -54,29 +60,41 @@ def run(job: Job) -> None:
 
     ids = encode_prompt(params, job.prompt, chat=job.chat)
     seed = secrets.randbits(32) if job.seed is None else job.seed
-    rule = speculative_sampling()
     options = {
         "max_new_tokens": job.max_new_tokens,
-        "sampling": Sampling(temperature=job.temperature),
+        "sampling": job.sampling,
         "key": jax.random.key(seed),
-        "acceptance": rule,
+        "stop": job.stop,
+        "constraint": _grammar(console, params, job),
     }
-    streamed = _stream(console, params, ids, options)
+    streamed = _stream(console, params, ids, options | {"acceptance": acceptance})
     notes = [
         f"Loading took {load_seconds:.1f} s; compiling, reading the prompt and the first round "
         f"{streamed.to_first:.1f} s.",
         "Neither is in tokens/s: timed is decoding, from the end of the first round on.",
     ]
-    if job.temperature > 0:
+    if job.sampling.temperature > 0 or not acceptance.lossless:  # such a rule may toss coins
         notes.append(f"Drawn with --seed {seed}.")
     if job.compare:
-        _show_comparison(console, params, ids, options, rule, job, notes)
+        _show_comparison(console, params, ids, options, acceptance, notes)
     else:
-        table = showing.run_table({_heading(params): streamed}, rule)
+        table = showing.run_table({_heading(params): streamed})
         showing.print_figures(console, _title(params, ids), table, notes)
     if int(streamed.result.status[0]) == Status.NONFINITE:
         typer.secho("Error: the model's logits were not finite", fg=typer.colors.RED, err=True)
         raise typer.Exit(1)
+
+
+def _grammar(console: Console, params: Params, job: Job) -> constraints.Constraint | None:
+    if job.regex is None and job.json_schema is None:
+        return None
+    with console.status("Building the grammar ..."):
+        try:
+            if job.regex is not None:
+                return constraints.regex(params, job.regex)
+            return constraints.json_schema(params, job.json_schema)
+        except ImportError as error:  # says which package is missing
+            raise ValueError(str(error)) from error
 
 
 def _stream(
@@ -109,20 +127,20 @@ def _show_comparison(
     params: Params,
     ids: list[int],
     options: Mapping[str, Any],
-    rule: Acceptance,
-    job: Job,
+    acceptance: Acceptance,
     notes: list[str],
 ) -> None:
     heading = _heading(params)
-    both = {heading: params, "plain": params.replace(drafter=drafters.plain(), draft=None)}
+    plain = params.replace(drafter=drafters.plain(), draft=None)
+    both = {heading: (params, {"acceptance": acceptance}), "plain": (plain, {})}
     with console.status(f"Timing {Text(heading).markup} and plain decoding ..."):
         runs, repeats = running.measure(both, ids, **options)
     best = f"the best of {repeats} runs each, taken in turns" if repeats > 1 else "one run each"
     notes.append(f"Both were timed without streaming, {best}.")
-    ours, plain = runs.values()
-    dtype = showing.dtype_of(params)
-    same = showing.same_text(ours, plain, greedy=job.temperature == 0, dtype=dtype)
-    table = showing.run_table(runs, rule, ratio=showing.speed_up(ours, plain))
+    ours, theirs = runs.values()
+    greedy, dtype = options["sampling"].temperature == 0, showing.dtype_of(params)
+    same = showing.same_text(ours, theirs, greedy=greedy, dtype=dtype)
+    table = showing.run_table(runs, ratio=showing.speed_up(ours, theirs))
     showing.print_figures(console, _title(params, ids), table, [same, *notes])
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.decoding import stream_tokens
-from specjax.text import pieces
+from specjax.text import pieces, stop_strings
 from specjax.types import DecodeResult, Params
 
 __all__ = ["Run", "Timing", "first_difference", "measure", "stream_text", "token_ids"]
@@ -68,14 +68,14 @@ def stream_text(
             yield result
             start = time.perf_counter()
 
-    for piece in pieces(params, logged()):
+    for piece in pieces(params, logged(), stop_strings(options.get("stop"))):
         show(piece)
     seconds = sum(waited for waited, _ in log[1:])
     return Run(log[-1][1], _timing(log[0][1], log[-1][1], seconds), log[0][0])
 
 
 def measure(
-    runs: Mapping[str, Params],
+    runs: Mapping[str, tuple[Params, Mapping[str, Any]]],
     ids: Sequence[int],
     *,
     repeats: int = _MOST_REPEATS,
@@ -89,26 +89,27 @@ def measure(
     the drafters, so that a change in the machine's load meets all of them.
 
     Args:
-      runs: name -> params.
+      runs: name -> params, and options that are its own.
       ids: the prompt's token ids.
       repeats: at most so many.
       enough: no further repeat is begun after so many seconds.
-      **options: as for `specjax.stream_tokens`, with `max_new_tokens`.
+      **options: of all runs, as for `specjax.stream_tokens`, with `max_new_tokens`.
 
     Returns:
       Name -> run, and the repeats made.
     """
     every = options["max_new_tokens"]  # a round emits at least one token
-    for params in runs.values():
-        _first_result(params, ids, 1, options)  # compiles
+    runs = {name: (params, options | own) for name, (params, own) in runs.items()}
+    for params, own in runs.values():
+        _first_result(params, ids, 1, own)  # compiles
     shortest: dict[str, tuple[float, float]] = {}
     results: dict[str, tuple[DecodeResult, DecodeResult]] = {}
     began = time.perf_counter()
     made = 0
     while made < repeats and (made == 0 or time.perf_counter() - began < enough):
-        for name, params in runs.items():
-            one, first = _first_result(params, ids, 1, options)
-            all_, last = _first_result(params, ids, every, options)
+        for name, (params, own) in runs.items():
+            one, first = _first_result(params, ids, 1, own)
+            all_, last = _first_result(params, ids, every, own)
             before = shortest.get(name, (one, all_))
             shortest[name] = min(before[0], one), min(before[1], all_)
             results[name] = first, last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -12,7 +12,6 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from specjax.accept import Acceptance
 from specjax.checkpoints.registry import Availability
 from specjax.cli.running import Run, first_difference, token_ids
 from specjax.models.family import Family
@@ -58,12 +57,11 @@ def speed_up(run: Run, plain: Run) -> float | None:
     return None if None in rates else rates[0] / rates[1]
 
 
-def run_table(runs: Mapping[str, Run], acceptance: Acceptance, ratio: float | None = None) -> Table:
+def run_table(runs: Mapping[str, Run], ratio: float | None = None) -> Table:
     """One column a run.
 
     Args:
       runs: heading -> run; in a comparison the drafter's, then the plain one.
-      acceptance: the verification rule.
       ratio: of the two rates, shown if it is known.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -72,7 +70,7 @@ def run_table(runs: Mapping[str, Run], acceptance: Acceptance, ratio: float | No
         table.add_column(Text(heading), justify="right")
     all_ = list(runs.values())
 
-    def row(name: str, cells: Sequence[str]) -> None:
+    def row(name: str, cells: Sequence[str | Text]) -> None:
         table.add_row(name, *cells)
 
     row("tokens", [str(int(run.result.lengths[0])) for run in all_])
@@ -85,8 +83,8 @@ def run_table(runs: Mapping[str, Run], acceptance: Acceptance, ratio: float | No
     if ratio is not None:
         table.add_row("speed-up", f"{ratio:.2f}x", "1.00x", style="bold")
     row("ended by", [_ENDED[Status(int(run.result.status[0]))] for run in all_])
-    lossless = Text("yes", style="green") if acceptance.lossless else Text("no", style="red")
-    table.add_row("lossless", lossless)
+    row("rule", [_rule(run.result.stats) for run in all_])
+    row("lossless", [_lossless(run.result.stats) for run in all_])
     return table
 
 
@@ -104,33 +102,48 @@ def _shares(stats: Stats) -> str:
     return " ".join(_NONE if x is None else f"{100 * x:.0f}" for x in shares) or _NONE
 
 
+def _rule(stats: Stats) -> str:
+    """The verification rule, if there was anything to verify."""
+    return stats.rule if stats.proposed.shape[1] else _NONE
+
+
+def _lossless(stats: Stats) -> Text:
+    return Text("yes", style="green") if stats.lossless else Text("no", style="red")
+
+
 def same_text(run: Run, plain: Run, *, greedy: bool, dtype: str) -> Text:
     """Whether the two runs gave the same tokens, and what that means."""
+    lossy = None if run.result.stats.lossless else f"the rule {run.result.stats.rule} is lossy"
+    if not greedy and lossy:
+        return Text(f"Texts: draws from different laws, since {lossy}.", style="yellow")
     if not greedy:
         return Text("Texts: two draws from the same law (temperature above 0), so they may differ.")
     ours, theirs = token_ids(run.result), token_ids(plain.result)
     index = first_difference(ours, theirs)
     if index is None:
         return Text(f"Texts: equal, all {len(ours)} tokens.", style="green")
-    why = (
+    rounding = (
         "float32 rounding at a near tie, or a bug"
         if dtype == "float32"
         else f"{dtype} rounding: a pass over several tokens rounds otherwise than one over one"
     )
     return Text(
         f"Texts: differ from token {index} on (of {len(ours)} and {len(theirs)}, counted from 0). "
-        f"Likely cause: {why}.",
+        f"Likely cause: {lossy or rounding}.",
         style="yellow",
     )
 
 
 def loadable(
-    names: Sequence[Availability], families: Sequence[Family], methods: Mapping[str, object]
+    names: Sequence[Availability],
+    families: Sequence[Family],
+    methods: Mapping[str, Callable[..., object]],
+    rules: Mapping[str, Callable[..., object]],
 ) -> RenderableType:
-    """What `specjax.load` takes: names, formats and families, and what can draft.
+    """What `specjax.load` takes: names, formats and families, and what can draft and verify.
 
     Args:
-      methods: name -> function whose keyword parameters are the method's options.
+      methods, rules: name -> function whose parameters are the options.
     """
     named = _listing("Models by name", "name", "what it is", "licence", "on this machine")
     for entry, path in names:
@@ -145,8 +158,15 @@ def loadable(
         kinds.add_row(Text(str(family.model_type)), Text(str(family.gguf_architecture or _NONE)))
     drafting = _listing("Drafters", "method", "options, as keys of the JSON object")
     for name, make in methods.items():
-        drafting.add_row(Text(name), Text(", ".join(inspect.signature(make).parameters)))
-    return Group(named, formats, kinds, drafting)
+        drafting.add_row(Text(name), _options(make))
+    verifying = _listing("Verification rules", "rule", "options, as keys of the JSON object")
+    for name, make in rules.items():
+        verifying.add_row(Text(name), _options(make))
+    return Group(named, formats, kinds, drafting, verifying)
+
+
+def _options(make: Callable[..., object]) -> Text:
+    return Text(", ".join(inspect.signature(make).parameters) or _NONE)
 
 
 def _listing(title: str, *columns: str) -> Table:
