@@ -13,23 +13,20 @@ from specjax.types import Drafter, Proposal
 
 
 @functools.cache
-def markov_tree(parents: tuple[int, ...], drawn: str, depth: int, fresh: bool = True) -> Drafter:
-    """Drafts a tree of one shape.
+def markov_tree(parents: tuple[int, ...], drawn: str, depth: int) -> Drafter:
+    """Drafts a tree of one shape, with random numbers that are new in each round.
 
     Args:
       drawn: how siblings are drawn, as in `tests.accept.laws.drafts`.
-      fresh: whether random numbers are new in each round, as rules that judge a draft as a whole
-        need them, or those of the token's position.
     """
 
     def init(params, prefill):
         return ()
 
     def draft(params, key, state, context):
-        level, tokens, laws = [0], [], []
+        tokens, laws = [], []
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
         for node, parent in enumerate(parents, start=1):
-            level.append(level[parent] + 1)
             base = jax.nn.softmax(params.draft[tokens[parent - 1] if parent else last], axis=-1)
             own = base
             for sibling in range(1, node):
@@ -40,8 +37,7 @@ def markov_tree(parents: tuple[int, ...], drawn: str, depth: int, fresh: bool = 
             if drawn == "top_k":
                 token = jnp.argmax(own, axis=-1).astype(jnp.int32)
             else:
-                at = context.lengths + (0 if fresh else level[node] - 1)
-                keys = sampling.at_positions(key, Purpose.DRAFT, at)
+                keys = sampling.at_positions(key, Purpose.DRAFT, context.lengths)
                 keys = jax.vmap(lambda k, node=node: jax.random.fold_in(k, node))(keys)
                 token = sampling.draw(keys, own)
             tokens.append(token)

@@ -192,6 +192,19 @@ def _padded(parents, tokens, probs, target, root):
     return np.concatenate([tokens, padding], axis=1), up, probs, valid, p
 
 
+def _possible(parents, tokens, coins, vocab) -> np.ndarray:
+    """`[R, C]`: whether each node that stands continues the text of the one that stood before."""
+    text = [np.zeros(len(tokens), int)]
+    for node, parent in enumerate(parents, start=1):
+        text.append(text[parent] * vocab + tokens[:, node - 1])
+    out = np.ones((len(tokens), len(coins)), bool)
+    for c, fall in enumerate(coins):
+        stands = np.nonzero(fall)[0]
+        for above, node in itertools.pairwise(stands):
+            out[:, c] &= text[parents[node - 1]] == text[above]
+    return out
+
+
 def outcomes(rule, parents, target, draft, root, drawn):
     """Ways in which one round from `root` can end.
 
@@ -227,7 +240,7 @@ def outcomes(rule, parents, target, draft, root, drawn):
             mass.ravel(),
         )
     coins = falls(parents, "up" if name == "traversal_verification" else "down")
-    again, which = np.indices((rows, len(coins))).reshape(2, -1)
+    again, which = np.nonzero(_possible(parents, tokens, coins, len(target)))
     fall = np.concatenate([coins, np.zeros((len(coins), NODES - nodes), bool)], axis=1)[which]
     arrays = [None if a is None else a[again] for a in arrays]
     node, laws, chance = _in_chunks(_walked, [*arrays, fall], rule=rule)

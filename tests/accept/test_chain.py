@@ -1,7 +1,4 @@
-"""The law of the output, by enumeration of every draft and every coin, and through the driver."""
-
-import functools
-import itertools
+"""Speculative sampling: its two formulas, the public step, and its law through the driver."""
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +6,11 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import accept, drafters, tree
+from specjax import accept, drafters
 from specjax.sampling import Sampling, distribution, row_keys
 from specjax.types import Params, Proposal
 from tests import tiny
+from tests.accept import laws
 
 WORKED_Q, WORKED_P = np.array([0.6, 0.3, 0.1]), np.array([0.4, 0.4, 0.2])
 
@@ -36,133 +34,12 @@ def test_residual_edge_cases_give_no_nan():
     np.testing.assert_allclose(keep, [0.0, 1.0, 1.0])
 
 
-def _laws(kind: str, vocab: int, rng) -> np.ndarray:
-    """A Markov law `[V, V]`, or an adversarial one."""
-    if kind == "one_hot":
-        return np.eye(vocab)[rng.permutation(vocab)]
-    law = rng.dirichlet(np.full(vocab, 0.7), size=vocab)
-    if kind == "sparse":
-        law[:, 0] = 0
-        law /= law.sum(-1, keepdims=True)
-    return law
-
-
-@functools.partial(jax.jit, static_argnames="depth")
-def _chain_laws_jit(proposal, probs, depth):
-    law = accept.dense_law(probs)
-    counts = [jnp.full(probs.shape[0], a, jnp.int32) for a in range(depth + 1)]
-    following = [accept.chain_following(proposal, law, count, depth) for count in counts]
-    return accept.chain_keep(proposal, law, depth), jnp.stack(following)
-
-
-def _chain_laws(proposal, probs, depth):
-    """Keep probabilities `[B, K]`, and the law after 0..K accepted drafts `[K + 1, B, V]`."""
-    keep, following = _chain_laws_jit(proposal, probs, depth)
-    return np.asarray(keep, float), np.asarray(following, float)
-
-
-def _round_law(target, draft, root, depth, drafted):
-    """Every block that one round can emit from `root`, with its probability.
-
-    All V^K drafts are rows of one batch; the JAX functions give keep probabilities and the law of
-    the following token, and the coins are summed over rather than tossed.
-    """
-    vocab = target.shape[0]
-    chains = np.array(list(itertools.product(range(vocab), repeat=depth)), np.int32)
-    chains = chains.reshape(vocab**depth, depth)
-    before = np.concatenate([np.full((len(chains), 1), root), chains[:, :-1]], axis=1)[:, :depth]
-    if drafted == "one_hot":  # a deterministic drafter: the most likely chain of `draft`
-        rows = draft.argmax(-1)
-        weight = np.all(chains == rows[before], axis=1).astype(float)
-        probs = None
-    else:
-        weight = np.prod(draft[before, chains], axis=1)
-        probs = jnp.asarray(draft[before], jnp.float32)
-    proposal = Proposal(
-        tokens=jnp.asarray(chains),
-        parents=jnp.asarray(tree.chain(depth)),
-        probs=probs,
-        valid=jnp.ones(chains.shape, bool),
-        candidate=jnp.ones(chains.shape, bool),
-    )
-    nodes = np.concatenate([np.full((len(chains), 1), root), chains], axis=1)
-    keep, following = _chain_laws(proposal, jnp.asarray(target[nodes], jnp.float32), depth)
-    out: dict[tuple, float] = {}
-    for accepted in range(depth + 1):
-        stay = weight * np.prod(keep[:, :accepted], axis=1)
-        if accepted < depth:
-            stay = stay * (1 - keep[:, accepted])
-        after = following[accepted]
-        for i, chain in enumerate(chains):
-            for token in range(vocab):
-                mass = stay[i] * after[i, token]
-                if mass > 0:
-                    block = (*chain[:accepted].tolist(), token)
-                    out[block] = out.get(block, 0.0) + mass
-    return out
-
-
-def _output_law(target, draft, depth, length, drafted):
-    """The law of the first `length` tokens after root 0, over as many rounds as it takes."""
-    vocab = target.shape[0]
-    rounds = [_round_law(target, draft, root, depth, drafted) for root in range(vocab)]
-    done = np.zeros((vocab,) * length)
-    open_texts = {(0,): 1.0}
-    while open_texts:
-        text, mass = open_texts.popitem()
-        if len(text) > length:
-            done[text[1 : length + 1]] += mass
-            continue
-        for block, p in rounds[text[-1]].items():
-            longer = text + block
-            open_texts[longer] = open_texts.get(longer, 0.0) + mass * p
-    return done
-
-
-def _markov_law(target, length):
-    law = target[0]
-    for _ in range(length - 1):
-        law = law[..., None] * target
-    return law
-
-
-@pytest.mark.parametrize("vocab", [3, 4])
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    ("p", "q"),
-    [
-        ("random", "random"),
-        ("random", "sparse"),
-        ("sparse", "random"),
-        ("one_hot", "random"),
-        ("random", "one_hot"),
-        ("one_hot", "one_hot"),
-        ("random", "same"),
-    ],
-)
-@pytest.mark.parametrize("drafted", ["sampled", "one_hot"])
-def test_law_by_enumeration(vocab, depth, p, q, drafted):
-    rng = np.random.default_rng(vocab * 100 + depth)
-    target = _laws(p, vocab, rng)
-    draft = target if q == "same" else _laws(q, vocab, rng)
-    law = _output_law(target, draft, depth, 3, drafted)
-    np.testing.assert_allclose(law, _markov_law(target, 3), atol=1e-5)
-
-
-def test_acceptance_is_the_overlap():
-    rng = np.random.default_rng(7)
-    target, draft = _laws("random", 4, rng), _laws("random", 4, rng)
-    blocks = _round_law(target, draft, 0, 1, "sampled")
-    accepted = sum(p for block, p in blocks.items() if len(block) == 2)
-    assert accepted == pytest.approx(np.minimum(target[0], draft[0]).sum(), abs=1e-6)
-
-
 @pytest.mark.parametrize("drafter", ["draft_model", "ngram", "plain"])
 def test_law_through_the_driver(drafter):
     """Chi-square of the first three tokens of 2 x 8192 rows against the exact law."""
     vocab, rows = 4, 8192
     rng = np.random.default_rng(3)
-    target, draft = _laws("random", vocab, rng), _laws("random", vocab, rng)
+    target, draft = laws.markov("random", vocab, rng), laws.markov("random", vocab, rng)
     model = tiny.markov_model(vocab)
     made = {
         "draft_model": drafters.draft_model(model, 3),
@@ -185,7 +62,7 @@ def test_law_through_the_driver(drafter):
             key=jax.random.key(seed),
         )
         np.add.at(counts, tuple(np.asarray(out.tokens).T), 1)
-    expected = _markov_law(target, 3) * counts.sum()
+    expected = laws.markov_law(target, 3) * counts.sum()
     chi_square = np.sum((counts - expected) ** 2 / expected)
     assert chi_square < 110  # 63 degrees of freedom: p = 0.0002
 

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import accept
+from specjax import accept, drafters
 from specjax.sampling import Sampling
 from specjax.types import Params
 from tests import tiny
 from tests.accept import laws
 from tests.accept.drafters import markov_tree
 
-ROWS, SEEDS, VOCAB = 16384, 6, 4
+ROWS, SEEDS, VOCAB = 16384, 4, 4
 CHAIN = laws.CHAINS[3]
 
 
-def chi_square(rule, drafter, kinds=("random", "random")):
+def chi_square(rule, drafter, seeds=SEEDS):
     """Of the law of three tokens after token 0, and the drafts accepted a round."""
-    target, draft = laws.pair(kinds, VOCAB)
+    target, draft = laws.pair(("random", "random"), VOCAB)
     params = Params(
         target=jnp.log(jnp.asarray(target, jnp.float32)),
         draft=jnp.log(jnp.asarray(draft, jnp.float32)),
@@ -27,7 +27,7 @@ def chi_square(rule, drafter, kinds=("random", "random")):
         drafter=drafter,
     )
     counts, accepted, rounds = np.zeros((VOCAB,) * 3), 0, 0
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         out = specjax.decode(
             params,
             np.tile([[0, 1, 2, 3, 1, 0]], (ROWS, 1)),
@@ -62,6 +62,16 @@ def test_law_through_the_driver(rule, parents, drawn, depth):
     assert length > 0.3
 
 
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, reason="drafters are given the same random numbers again in the next round"
+)
+def test_block_verification_with_a_draft_model():
+    drafter = drafters.draft_model(tiny.markov_model(VOCAB), 3)
+    statistic, _ = chi_square(accept.block_verification(), drafter, seeds=16)
+    assert statistic < 110
+
+
 def test_a_wrong_law_is_noticed():
     statistic, _ = chi_square(accept.lenient_sampling(0.9), markov_tree(CHAIN, "replacement", 3))
-    assert statistic > 200
+    assert statistic > 150
