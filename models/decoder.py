@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,215 +16,49 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from specjax.models.attention import Attention, KeysValues, LatentAttention, Pass
 from specjax.models.config import DecoderConfig
-from specjax.models.rope import inverse_frequencies, rotate, rotation
+from specjax.models.feed_forward import MLP, Experts
+from specjax.models.layers import Linear, Table, matmul, norm
+from specjax.models.rope import inverse_frequencies, rotation
 from specjax.types import Block, Cache, Forward, Model
 
 __all__ = ["Decoder", "abstract_weights", "decoder_model", "first_layers", "random_weights"]
 
 
-def matmul(x: Array, weight: Array) -> Array:
-    """`x [..., in]` times `weight [out, in]` transposed, accumulated in float32: `[..., out]`."""
-    lead = x.shape[:-1]
-    x = x.reshape(math.prod(lead), x.shape[-1]).astype(weight.dtype)
-    rows = x.shape[0]
-    product = _matmul_on_cpu if jax.default_backend() == "cpu" else _dot
-    return product(x, weight)[:rows].reshape(*lead, weight.shape[0])
-
-
-def _dot(a: Array, b: Array) -> Array:
-    """`[m, k]` and `[n, k]` to float32 `[m, n]`."""
-    exact = b.dtype == jnp.float32
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _matmul_on_cpu(x: Array, weight: Array) -> Array:
-    """The form that XLA's CPU backend runs fastest at decode sizes (benchmarks/matmul.py).
-
-    A few rows of float32 go faster with the weight as the left operand, in fours; the barriers
-    keep the compiler from turning the product round again. One row below float32 takes a slow
-    path, two rows do not. May return more rows than it got.
-    """
-    rows = x.shape[0]
-    if weight.dtype != jnp.float32:
-        return _dot(jnp.pad(x, ((0, 1), (0, 0))) if rows == 1 else x, weight)
-    if not 1 < rows < 64:
-        return _dot(x, weight)
-    x = jax.lax.optimization_barrier(jnp.pad(x, ((0, -rows % 4), (0, 0))))
-    return jax.lax.optimization_barrier(_dot(weight, x)).T
-
-
-def look_up(table: Array, index: Array) -> Array:
-    """Rows of `table [V, E]` at `index`."""
-    if table.dtype.itemsize != 2 or jax.default_backend() != "cpu":
-        return table[index]
-    # XLA's CPU backend would keep a float32 copy of a whole 16-bit float table to gather from, and
-    # without the barrier a copy of the bits.
-    table, index = jax.lax.optimization_barrier((table, index))
-    rows = jax.lax.bitcast_convert_type(table, jnp.uint16)[index]
-    return jax.lax.bitcast_convert_type(rows, table.dtype)
-
-
-class Linear(nnx.Module):
-    """An affine map with its weight stored [out, in]."""
-
-    def __init__(self, axes: tuple[Any, Any], shape: tuple[int, int], bias: bool, rngs: nnx.Rngs):
-        scale = shape[1] ** -0.5
-        self.weight = nnx.Param(
-            scale * jax.random.normal(rngs.params(), shape, jnp.float32), logical_axes=axes
-        )
-        if bias:
-            self.bias = nnx.Param(jnp.zeros(shape[0], jnp.float32), logical_axes=axes[:1])
-
-    def __call__(self, x: Array) -> Array:
-        """`[..., in]` to `[..., out]`, dtype of `x`."""
-        y = matmul(x, self.weight[...])
-        if hasattr(self, "bias"):
-            y = y + self.bias[...].astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))
-        return y.astype(x.dtype)
-
-
-class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, in float32 (Zhang and Sennrich 2019)."""
-
-    def __init__(self, size: int, eps: float):
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32), logical_axes=("embed",))
-        self.eps = eps
-
-    def __call__(self, x: Array) -> Array:
-        """`[..., E]` to `[..., E]`, dtype of `x`."""
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        scale = self.scale[...].astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))
-        return (y * scale).astype(x.dtype)
-
-
-def attend(
-    query: Array,
-    block: tuple[Array, Array],
-    cache: tuple[Array, Array],
-    lengths: Array,
-    mask: Array,
-) -> Array:
-    """Grouped-query attention over the cached tokens and the tokens of this block, one softmax.
-
-    Args:
-      query: `[B, T, H, D]`; heads `g * H / G ...` share key/value head g.
-      block: keys and values `[B, G, T, D]` of this pass.
-      cache: keys and values `[B, G, S, D]`; slots below `lengths` are seen by every query.
-      lengths: `[B]` int32.
-      mask: `[1 or B, T, T]` bool, who sees whom within the block.
-
-    Returns:
-      `[B, T, H, D]`, dtype of `query`.
-    """
-    batch, steps, heads, size = query.shape
-    groups = block[0].shape[1]
-    repeat = heads // groups
-    # The queries of all heads of a group are rows of one product: [B, G, R * T, D].
-    q = query.reshape(batch, steps, groups, repeat, size)
-    q = q.transpose(0, 2, 3, 1, 4).reshape(batch, groups, repeat * steps, size)
-    q = q.astype(jnp.float32) * size**-0.5
-
-    def product(equation: str, a: Array, b: Array) -> Array:
-        precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-        return jnp.einsum(
-            equation, a.astype(b.dtype), b, precision=precision, preferred_element_type=jnp.float32
-        )
-
-    slots = cache[0].shape[2]
-    seen = jnp.arange(slots)[None, :] < lengths[:, None]  # [B, S]
-    old = product("bgxd,bgsd->bgxs", q, cache[0])
-    old = jnp.where(seen[:, None, None, :], old, -jnp.inf)
-    new = product("bgxd,bgtd->bgxt", q, block[0])
-    new = new.reshape(batch, groups, repeat, steps, steps)
-    new = jnp.where(mask[:, None, None, :, :], new, -jnp.inf)
-    new = new.reshape(batch, groups, repeat * steps, steps)
-
-    # Every query sees at least itself, so the maximum is finite.
-    top = jnp.maximum(jnp.max(old, axis=-1, initial=-jnp.inf), jnp.max(new, axis=-1))[..., None]
-    old, new = jnp.exp(old - top), jnp.exp(new - top)
-    total = jnp.sum(old, axis=-1, keepdims=True) + jnp.sum(new, axis=-1, keepdims=True)
-    out = product("bgxs,bgsd->bgxd", old, cache[1]) + product("bgxt,bgtd->bgxd", new, block[1])
-    out = (out / total).reshape(batch, groups, repeat, steps, size)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, steps, heads, size).astype(query.dtype)
-
-
-class Attention(nnx.Module):
-    """Multi-head attention with shared key/value heads (Ainslie et al. 2023) and RoPE."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        width, size = config.hidden_size, config.head_dim
-        heads, groups = config.num_heads * size, config.num_kv_heads * size
-        bias = config.attention_bias
-        self.head_dim = size
-        # Only whole heads are split over devices.
-        self.q = Linear((("heads", size), "embed"), (heads, width), bias, rngs)
-        self.k = Linear((("kv_heads", size), "embed"), (groups, width), bias, rngs)
-        self.v = Linear((("kv_heads", size), "embed"), (groups, width), bias, rngs)
-        self.o = Linear(("embed", ("heads", size)), (width, heads), bias, rngs)
-
-    def __call__(self, x, cos, sin, cache, lengths, mask) -> tuple[Array, tuple[Array, Array]]:
-        """`x [B, T, E]` to `[B, T, E]`, and this block's keys and values `[B, G, T, D]`."""
-        batch, steps, _ = x.shape
-
-        def split(y: Array) -> Array:
-            return y.reshape(batch, steps, -1, self.head_dim)
-
-        def stored(y: Array) -> Array:
-            return y.swapaxes(1, 2).astype(cache[0].dtype)
-
-        query = rotate(split(self.q(x)), cos, sin)
-        keys, values = stored(rotate(split(self.k(x)), cos, sin)), stored(split(self.v(x)))
-        out = attend(query, (keys, values), cache, lengths, mask)
-        return self.o(out.reshape(batch, steps, -1)), (keys, values)
-
-
-class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate x) * up x) (Shazeer 2020)."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate = Linear(("mlp", "embed"), (inner, width), bias, rngs)
-        self.up = Linear(("mlp", "embed"), (inner, width), bias, rngs)
-        self.down = Linear(("embed", "mlp"), (width, inner), bias, rngs)
-
-    def __call__(self, x: Array) -> Array:
-        """`[B, T, E]` to `[B, T, E]`."""
-        gate = jax.nn.silu(self.gate(x).astype(jnp.float32))
-        return self.down((gate * self.up(x).astype(jnp.float32)).astype(x.dtype))
+_RING_STEP = 128  # slots of a ring: a multiple of this, so that no chunk of a prompt wraps round
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn = Attention(config, rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config, rngs)
+    def __init__(self, config: DecoderConfig, index: int, rngs: nnx.Rngs):
+        self.attn_norm = norm(config)
+        if config.latent is None:
+            self.attn = Attention(config, config.window(index), rngs)
+        else:
+            self.attn = LatentAttention(config, rngs)
+        self.mlp_norm = norm(config)
+        if config.has_experts(index):
+            self.mlp = Experts(config, rngs)
+        else:
+            self.mlp = MLP(config, config.intermediate_size, rngs)
+        if config.post_norms:
+            self.attn_post_norm, self.mlp_post_norm = norm(config), norm(config)
+        self.parallel = config.parallel
 
-    def __call__(self, x, cos, sin, cache, lengths, mask) -> tuple[Array, tuple[Array, Array]]:
+    def __call__(self, x: Array, cache: KeysValues, here: Pass) -> tuple[Array, KeysValues]:
         """`[B, T, E]` to `[B, T, E]`, and this block's keys and values."""
-        out, block = self.attn(self.attn_norm(x), cos, sin, cache, lengths, mask)
+        out, block = self.attn(self.attn_norm(x), cache, here)
+        if hasattr(self, "attn_post_norm"):
+            out = self.attn_post_norm(out)
+        if self.parallel:
+            return x + out + self.mlp(self.mlp_norm(x)), block
         x = x + out
-        return x + self.mlp(self.mlp_norm(x)), block
-
-
-class Embedding(nnx.Module):
-    """One row a token, `[V, E]`."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        shape = (config.vocab_size, config.hidden_size)
-        self.weight = nnx.Param(
-            jax.random.normal(rngs.params(), shape, jnp.float32), logical_axes=("vocab", "embed")
-        )
+        out = self.mlp(self.mlp_norm(x))
+        if hasattr(self, "mlp_post_norm"):
+            out = self.mlp_post_norm(out)
+        return x + out, block
 
 
 class Decoder(nnx.Module):
@@ -233,12 +66,14 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
-        self.embed = Embedding(config, rngs)
-        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        width = config.hidden_size
+        self.embed = Table(config.vocab_size, width, "vocab", rngs)
+        if config.learned_positions:
+            self.positions = Table(config.max_position, width, "slots", rngs)
+        self.layers = nnx.List([Layer(config, i, rngs) for i in range(config.num_layers)])
+        self.norm = norm(config)
         if not config.tie_embeddings:
-            shape = (config.vocab_size, config.hidden_size)
-            self.head = Linear(("vocab", "embed"), shape, False, rngs)
+            self.head = Linear(("vocab", "embed"), (config.vocab_size, width), False, rngs)
 
     def __call__(
         self,
@@ -249,14 +84,19 @@ class Decoder(nnx.Module):
         features: tuple[int, ...] = (),
     ) -> Forward:
         """One pass; see `specjax.types.ForwardFn`."""
+        config = self.config
         # Activations stay in float32; products take them in the dtype of their weights.
-        x = look_up(self.embed.weight[...], tokens).astype(jnp.float32)
-        cos, sin = rotation(self.config.rope, self.config.head_dim, positions)
+        x = self.embed(tokens)
+        if config.embed_scale is not None:
+            x = x * config.embed_scale
+        if config.learned_positions:
+            x = x + self.positions(jnp.minimum(positions, config.max_position - 1))
+        passes = self._passes(positions, cache.lengths, mask)
         states, blocks = [], []
         for i, layer in enumerate(self.layers):
             states.append(x)
-            layer_cache = (cache.keys[i], cache.values[i])
-            x, block = layer(x, cos, sin, layer_cache, cache.lengths, mask)
+            local = config.local_rope is not None and config.window(i) is not None
+            x, block = layer(x, (cache.keys[i], cache.values[i]), passes[local])
             blocks.append(block)
         hidden = self.norm(x)
         states.append(hidden)
@@ -267,10 +107,32 @@ class Decoder(nnx.Module):
             block=Block(keys=keys, values=values),
         )
 
+    def _passes(self, positions: Array, lengths: Array, mask: Array) -> dict[bool, Pass]:
+        """What layers share: those that see everything, and (True) those with a window."""
+        rotated = _rotated(self.config)
+        ropes = {False: self.config.rope, True: self.config.local_rope}
+        return {
+            local: Pass(
+                positions=positions,
+                lengths=lengths,
+                mask=mask,
+                rotation=None if rope is None else rotation(rope, rotated, positions),
+            )
+            for local, rope in ropes.items()
+        }
+
     def unembed(self, hidden: Array) -> Array:
         """`[..., E]` to float32 logits `[..., V]`."""
         embed = self.embed if self.config.tie_embeddings else self.head
-        return matmul(hidden, embed.weight[...])
+        logits, cap = matmul(hidden, embed.weight[...]), self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _rotated(config: DecoderConfig) -> int:
+    """How many dimensions of a head are rotated."""
+    if config.latent is not None:
+        return config.latent.rope_dim
+    return config.head_dim if config.rotary_dim is None else config.rotary_dim
 
 
 @functools.cache
@@ -313,7 +175,9 @@ def decoder_model(config: DecoderConfig) -> Model:
     Raises:
       ValueError: a rope kind that is not supported.
     """
-    inverse_frequencies(config.rope, config.head_dim)  # refuse a bad rope before any compilation
+    for rope in (config.rope, config.local_rope):
+        if rope is not None:
+            inverse_frequencies(rope, _rotated(config))  # refuse a bad rope before any compilation
     graph, _, axes = _abstract(config)
 
     def bind(weights: Any) -> Decoder:
@@ -329,16 +193,18 @@ def decoder_model(config: DecoderConfig) -> Model:
         return bind(weights).unembed(hidden)
 
     def init_cache(weights, batch, slots) -> Cache:
-        shape = (batch, config.num_kv_heads, slots, config.head_dim)
         dtype = weights["layers"][0]["attn"]["k"]["weight"].dtype
         if jax.default_backend() == "cpu":
             # XLA's CPU backend would convert a whole bfloat16 cache to write one token into it.
             dtype = jnp.float32
-
-        def zeros() -> tuple[Array, ...]:
-            return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
-
-        return Cache(keys=zeros(), values=zeros(), lengths=jnp.zeros(batch, jnp.int32))
+        layers = range(config.num_layers)
+        keys, values = zip(*(_layer_slots(config, i, slots) for i in layers), strict=True)
+        return Cache(
+            keys=tuple(jnp.zeros((batch, *shape), dtype) for shape in keys),
+            values=tuple(jnp.zeros((batch, *shape), dtype) for shape in values),
+            lengths=jnp.zeros(batch, jnp.int32),
+            rings=tuple(config.window(i) is not None for i in layers),
+        )
 
     return Model(
         forward=forward,
@@ -349,6 +215,21 @@ def decoder_model(config: DecoderConfig) -> Model:
         logical_axes=axes,
         config=config,
     )
+
+
+def _layer_slots(
+    config: DecoderConfig, layer: int, slots: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of a row's keys and values in one layer."""
+    if config.latent is not None:
+        return (1, slots, config.latent.kv_rank + config.latent.rope_dim), (1, slots, 0)
+    window = config.window(layer)
+    if window is not None:
+        # Beside the window, a chunk of the prompt or a block of drafts that is rolled back.
+        ring = -(-(window + _RING_STEP) // _RING_STEP) * _RING_STEP
+        slots = min(slots, ring)
+    shape = (config.num_kv_heads, slots, config.head_dim)
+    return shape, shape
 
 
 def first_layers(
@@ -366,4 +247,9 @@ def first_layers(
             f"draft_layers must be between 1 and {config.num_layers - 1}, got {layers}"
         )
     kept = {i: weights["layers"][i] for i in range(layers)}
-    return dataclasses.replace(config, num_layers=layers), {**weights, "layers": kept}
+    changes = {
+        "num_layers": layers,
+        "windows": config.windows[:layers],
+        "expert_layers": config.expert_layers[:layers],
+    }
+    return dataclasses.replace(config, **changes), {**weights, "layers": kept}

@@ -95,15 +95,19 @@ def rotation(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, 
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates each pair (d, d + D/2) of every head by its angle.
+    """Rotates each pair (d, d + R/2) of the first R dimensions of every head by its angle.
 
     Args:
       x: `[B, T, H, D]`.
-      cos, sin: `[B, T, D / 2]` from `rotation`.
+      cos, sin: `[B, T, R / 2]` from `rotation`.
 
     Returns:
       `[B, T, H, D]`, dtype of `x`; computed in float32.
     """
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    half = cos.shape[-1]
+    a, b, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    parts = [a * cos - b * sin, b * cos + a * sin]
+    if rest.shape[-1]:
+        parts.append(rest)
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

@@ -6,6 +6,7 @@ garbage: the next append overwrites them and no query ever sees them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -21,16 +22,19 @@ def append(cache: Cache, block: Block, lengths: Array) -> Cache:
     """Writes a block after each row's tokens.
 
     Args:
-      cache: its slots must hold `cache.lengths + T` tokens in every row, kept or not.
+      cache: its slots must hold `cache.lengths + T` tokens in every row, kept or not; a ring must
+        have T more slots than its window.
       block: T tokens a row.
       lengths: `[B]` int32, the new lengths: how much of the block is kept.
 
     Returns:
       The cache with the block at `[lengths, lengths + T)` of the old lengths; zeros where it is not
-      kept, so that not even a NaN of a rejected draft stays behind.
+      kept, so that not even a NaN of a rejected draft stays behind. A ring keeps what it held
+      there.
     """
     start = cache.lengths
-    kept = jnp.arange(block.keys[0].shape[2])[None, :] < (lengths - start)[:, None]  # [B, T]
+    steps = block.keys[0].shape[2]
+    kept = jnp.arange(steps)[None, :] < (lengths - start)[:, None]  # [B, T]
 
     def write(slots: Array, new: Array) -> Array:
         new = jnp.where(kept[:, None, :, None], new, jnp.zeros_like(new))
@@ -40,13 +44,47 @@ def append(cache: Cache, block: Block, lengths: Array) -> Cache:
             lambda row, part, at: jax.lax.dynamic_update_slice_in_dim(row, part, at, axis=1)
         )(slots, new, start)
 
-    keys, values = jax.tree.map(write, (cache.keys, cache.values), (block.keys, block.values))
-    return Cache(keys=keys, values=values, lengths=lengths)
+    def write_ring(slots: Array, new: Array) -> Array:
+        size = slots.shape[2]
+        if size < steps:
+            raise ValueError(f"a ring of {size} slots cannot take a block of {steps} tokens")
+        place = (start[:, None] + jnp.arange(steps)[None, :]) % size
+        place = jnp.where(kept, place, size)  # beyond the ring: dropped
+        return jax.vmap(lambda row, part, at: row.at[:, at].set(part, mode="drop"))(
+            slots, new, place
+        )
+
+    return _written(cache, block, write, write_ring, lengths)
+
+
+def _written(
+    cache: Cache,
+    block: Block,
+    write: Callable[[Array, Array], Array],
+    write_ring: Callable[[Array, Array], Array],
+    lengths: Array,
+) -> Cache:
+    """The cache after one of two ways of writing for each layer."""
+    rings = cache.rings or (False,) * len(cache.keys)
+
+    def each(held: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
+        layers = zip(held, new, rings, strict=True)
+        return tuple((write_ring if ring else write)(slots, part) for slots, part, ring in layers)
+
+    return dataclasses.replace(
+        cache,
+        keys=each(cache.keys, block.keys),
+        values=each(cache.values, block.values),
+        lengths=lengths,
+    )
 
 
 def truncate(cache: Cache, lengths: Array) -> Cache:
-    """Rolls rows back to at most `lengths [B]` tokens."""
-    return Cache(keys=cache.keys, values=cache.values, lengths=jnp.minimum(cache.lengths, lengths))
+    """Rolls rows back to at most `lengths [B]` tokens.
+
+    What a ring held before the tokens that go is lost, so its window must leave room for them.
+    """
+    return dataclasses.replace(cache, lengths=jnp.minimum(cache.lengths, lengths))
 
 
 def prefill(
@@ -87,7 +125,7 @@ def prefill(
         part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
         positions = jnp.broadcast_to((start + jnp.arange(chunk))[None, :], (batch, chunk))
         filled = jnp.broadcast_to(start, (batch,)).astype(jnp.int32)
-        read = Cache(keys=cache.keys, values=cache.values, lengths=filled)
+        read = dataclasses.replace(cache, lengths=filled)
         return model.forward(weights, part, positions, read, causal, features)
 
     def body(i: Array, carry):
@@ -98,14 +136,19 @@ def prefill(
         def write(slots: Array, new: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(slots, new, start, axis=2)
 
-        keys, values = jax.tree.map(
-            write, (cache.keys, cache.values), (out.block.keys, out.block.values)
-        )
+        def write_ring(slots: Array, new: Array) -> Array:
+            # Rows that have ended keep what they hold: here a slot is never beyond the end.
+            at = start % slots.shape[2]
+            old = jax.lax.dynamic_slice_in_dim(slots, at, chunk, axis=2)
+            real = (start + jnp.arange(chunk))[None, :] < lengths[:, None]
+            new = jnp.where(real[:, None, :, None], new, old)
+            return jax.lax.dynamic_update_slice_in_dim(slots, new, at, axis=2)
+
         kept = tuple(
             jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
             for old, new in zip(kept, (*out.features, *also(start, out)), strict=True)
         )
-        return constrain(Cache(keys=keys, values=values, lengths=cache.lengths)), kept
+        return constrain(_written(cache, out.block, write, write_ring, cache.lengths)), kept
 
     def keeps(start: Array, cache: Cache) -> tuple[Array, ...]:
         out = run(start, cache)
@@ -114,4 +157,4 @@ def prefill(
     shapes = jax.eval_shape(keeps, jnp.int32(0), cache)
     kept = tuple(jnp.zeros((batch, total, *s.shape[2:]), s.dtype) for s in shapes)
     cache, kept = jax.lax.fori_loop(0, chunks, body, (cache, kept))
-    return Cache(keys=cache.keys, values=cache.values, lengths=lengths), kept
+    return dataclasses.replace(cache, lengths=lengths), kept

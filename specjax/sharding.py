@@ -6,6 +6,7 @@ which mesh axis such a thing is split over. What does not divide evenly is repli
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ __all__ = ["RULES", "auto", "constrain_cache", "constrain_rows", "mesh_of", "ont
 
 # A logical axis is a name, or (name, unit): only whole units of so many elements are split,
 # e.g. ("kv_heads", D) for an axis of G * D elements.
-Axis = str | tuple[str, int]
+Axis = str | tuple[str, int] | None  # None: never split
 
 RULES: Mapping[str, str | None] = {
     "batch": "data",
@@ -52,8 +53,8 @@ def spec(axes: tuple[Axis, ...], shape: tuple[int, ...], mesh: Mesh) -> Partitio
     """
     parts = []
     for axis, size in zip(axes, shape, strict=True):
-        name, unit = (axis, 1) if isinstance(axis, str) else axis
-        target = RULES[name]
+        name, unit = axis if isinstance(axis, tuple) else (axis, 1)
+        target = None if name is None else RULES[name]
         splits = target in mesh.shape and (size // unit) % mesh.shape[target] == 0
         parts.append(target if splits else None)
     return PartitionSpec(*parts)
@@ -107,7 +108,7 @@ def constrain_cache(cache: Cache, mesh: Mesh | None) -> Cache:
         )
 
     keys, values = jax.tree.map(constrain, (cache.keys, cache.values))
-    return Cache(keys=keys, values=values, lengths=cache.lengths)
+    return dataclasses.replace(cache, keys=keys, values=values)
 
 
 def constrain_rows(rows: PyTree, mesh: Mesh | None) -> PyTree:

@@ -85,16 +85,16 @@ class Status(enum.IntEnum):
 
 @record
 class Cache:
-    """Keys and values of committed tokens. Slots at or beyond `lengths` hold no meaning."""
+    """Keys and values of committed tokens. Slots at or beyond `lengths` hold no meaning.
+
+    G, S and D may differ by layer. In a ring the token at position p lies in slot p mod S, and
+    only the last ones are held.
+    """
 
     keys: tuple[Array, ...]  # L x [B, G, S, D]
     values: tuple[Array, ...]  # L x [B, G, S, D]
     lengths: Array  # [B] int32, tokens held
-
-    @property
-    def slots(self) -> int:
-        """S, the tokens that fit in a row."""
-        return self.keys[0].shape[2]
+    rings: tuple[bool, ...] = static(default=())  # layers that are rings; (): none is
 
 
 @record
@@ -316,12 +316,13 @@ def _shape(array: Array, names: str, dims: Mapping[str, int]) -> None:
     chex.assert_shape(array, tuple(dims[name] for name in names))
 
 
-def check_block(x: Block, dims: Mapping[str, int]) -> None:
-    """Asserts shapes of a `Block`; `dims` needs L, B, G, T, D."""
-    for layers in (x.keys, x.values):
-        chex.assert_equal(len(layers), dims["L"])
-        for array in layers:
-            _shape(array, "BGTD", dims)
+def check_block(x: Block, cache: Cache, tokens: int) -> None:
+    """Asserts that a `Block` of so many tokens a row fits a cache."""
+    for layers, slots in ((x.keys, cache.keys), (x.values, cache.values)):
+        chex.assert_equal(len(layers), len(slots))
+        for array, held in zip(layers, slots, strict=True):
+            batch, groups, _, size = held.shape
+            chex.assert_shape(array, (batch, groups, tokens, size))
 
 
 def check_proposal(x: Proposal, dims: Mapping[str, int]) -> None:

@@ -42,7 +42,5 @@ def verify_step(params: Params, cache: Cache, root: Array, proposal: Proposal) -
     )
     batch, nodes = tokens.shape
     check_scores(scores, {"B": batch, "M": nodes, "V": params.model.vocab_size})
-    _, groups, _, size = cache.keys[0].shape
-    dims = {"L": len(cache.keys), "B": batch, "G": groups, "T": nodes, "D": size}
-    check_block(scores.block, dims)
+    check_block(scores.block, cache, nodes)
     return scores
