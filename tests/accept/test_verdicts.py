@@ -223,13 +223,12 @@ def test_without_drafts_the_next_token_follows_p():
     p = jnp.broadcast_to(jnp.array([0.0, 1.0, 0.0]), (2, 1, 3))
     none = jnp.zeros((2, 0), jnp.int32)
     for rule in (*RULES, SYNTHETIC):
-        for probs in (None, jnp.zeros((2, 0, 3))):
-            yes = jnp.ones((2, 0), bool)
-            proposal = Proposal(tokens=none, parents=none[0], probs=probs, valid=yes, candidate=yes)
-            verdict = judged(rule, keys(2), proposal, p, depth=0)
-            check_verdict(verdict, {"B": 2, "P": 1})
-            assert np.asarray(verdict.tokens).tolist() == [[1], [1]]
-            assert np.asarray(verdict.accepted).tolist() == [0, 0]
+        yes = jnp.ones((2, 0), bool)
+        proposal = Proposal(tokens=none, parents=none[0], probs=None, valid=yes, candidate=yes)
+        verdict = judged(rule, keys(2), proposal, p, depth=0)
+        check_verdict(verdict, {"B": 2, "P": 1})
+        assert np.asarray(verdict.tokens).tolist() == [[1], [1]]
+        assert np.asarray(verdict.accepted).tolist() == [0, 0]
 
 
 def test_nodes_beyond_the_depth_are_not_accepted():
