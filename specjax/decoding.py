@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from specjax import logprobs as logprobs_lib
 from specjax import sharding
 from specjax.accept import Acceptance, speculative_sampling
+from specjax.accept.names import rule
 from specjax.constraints import Constraint
 from specjax.inputs import Request, bounded, positive, prepare
 from specjax.rounds import Account, DecodeState, Plan, decode_round, start
@@ -135,16 +136,12 @@ def _job(
     constraint: Constraint | None = None,
     max_len: int | None = None,
     prompt_lengths: Any = None,
-    acceptance: Acceptance | None = None,
+    acceptance: Acceptance | str | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
 ) -> _Job:
     if not isinstance(params, Params):
         raise ValueError(f"params must come from specjax.load, got {type(params)}")
-    if not isinstance(acceptance, Acceptance | None):
-        raise ValueError(
-            f"acceptance must be a rule such as specjax.accept.speculative_sampling(), "
-            f"got {acceptance!r}"
-        )
+    chosen = speculative_sampling() if acceptance is None else rule(acceptance)
     if not isinstance(mesh, Mesh | None):
         raise ValueError(f"mesh must come from jax.make_mesh, got {mesh!r}")
     mesh = sharding.mesh_of(params.target) if mesh is None else mesh
@@ -170,7 +167,7 @@ def _job(
             draft=sharding.onto(params.draft, mesh),
         )
     plan = Plan(
-        acceptance=speculative_sampling() if acceptance is None else acceptance,
+        acceptance=chosen,
         slots=prepared.slots,
         chunk=prepared.chunk,
         width=prepared.width,
@@ -230,7 +227,7 @@ def decode(
     constraint: Constraint | None = None,
     max_len: int | None = None,
     prompt_lengths: Any = None,
-    acceptance: Acceptance | None = None,
+    acceptance: Acceptance | str | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
 ) -> DecodeResult:
     """Generates tokens, speculatively, with the law of plain decoding.
@@ -262,7 +259,9 @@ def decode(
       max_len: prompt and output together, at most; default what is needed, within the model's
         context length. A row that reaches it ends with `Status.CACHE_FULL`.
       prompt_lengths: `[B]`, for a `[B, T]` prompt whose rows are padded on the right.
-      acceptance: the verification rule, default `specjax.accept.speculative_sampling()`.
+      acceptance: the verification rule: one of `specjax.accept`, its name, or a mapping such as
+        {"rule": "typical_acceptance", "epsilon": 0.1}. Default `speculative_sampling()`. Whether
+        it keeps the target's law is told by `stats.lossless`.
       mesh: devices, with axes "data" and "model"; default the one that the weights lie on.
 
     Returns:

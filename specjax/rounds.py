@@ -16,6 +16,7 @@ from specjax import seen as seen_lib
 from specjax.accept import Acceptance, logits_law
 from specjax.draft import draft_step
 from specjax.inputs import Request, round_up
+from specjax.sampling import Purpose, at_positions
 from specjax.seen import Seen
 from specjax.types import (
     Cache,
@@ -187,7 +188,10 @@ def decode_round(
     )
     root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
 
-    proposal, draft = draft_step(params, request.keys, state.draft, context)
+    # Drafts are drawn anew in every round: some rules judge them as a whole, so that those which
+    # fell have had a say in where the round ended.
+    keys = at_positions(request.keys, Purpose.DRAFT, state.lengths)
+    proposal, draft = draft_step(params, keys, state.draft, context)
     scores = verify_step(params, state.cache, root, proposal)
     depth = params.drafter.depth
     seen = seen_lib.in_tree(seen, proposal)

@@ -207,7 +207,10 @@ class InitFn(Protocol):
 
 
 class DraftFn(Protocol):
-    """Guesses up to N nodes. `key` is one key a row; draws are a function of (key, position)."""
+    """Guesses up to N nodes.
+
+    `key` is one key a row, another one in each round: draws are a function of (key, position).
+    """
 
     def __call__(
         self, params: Params, key: Array, state: PyTree, context: Context

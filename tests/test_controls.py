@@ -107,7 +107,15 @@ def _by_hand(prompt: list[int], fields: dict) -> list[int]:
 
 @pytest.mark.parametrize(
     ("drafter", "depth"),
-    [("plain", 4), *[(d, k) for d in ("ngram", "draft_model") for k in range(1, 7)]],
+    [
+        ("plain", 4),
+        *[(d, k) for d in ("ngram", "draft_model") for k in (1, 4, 6)],
+        *[
+            pytest.param(d, k, marks=pytest.mark.slow)
+            for d in ("ngram", "draft_model")
+            for k in (2, 3, 5)
+        ],
+    ],
 )
 def test_greedy_with_controls_equals_plain_decoding_by_hand(drafter, depth):
     out = specjax.decode(
@@ -119,6 +127,43 @@ def test_greedy_with_controls_equals_plain_decoding_by_hand(drafter, depth):
     )
     for row, fields in enumerate(COMBINATIONS):
         assert emitted(out, row) == _by_hand(_prompt(row), fields), fields
+
+
+# A tree of 7 nodes, 3 deep, whose right path is 2, 5, 6.
+TREE = ((0, 0, 1, 1, 2, 5, 5), (2, 5, 6))
+
+
+@pytest.mark.parametrize("rule", ["recursive_rejection", "traversal_verification"])
+def test_trees_with_controls(rule):
+    """A tree drafter that knows each row's text: 4 tokens a round, the text by hand all the same.
+
+    Penalties, length and grammar are those of each node's own path; so are log-probabilities."""
+    row = 6
+    prompt, fields = _prompt(row), COMBINATIONS[row]
+    text = _by_hand(prompt, fields)
+    params = tiny.params().replace(drafter=tiny.tree_oracle((*prompt, *text), *TREE))
+    options = {"max_new_tokens": 12, "eos_ids": [EOS], "sampling": Sampling(**fields)}
+    out = specjax.decode(
+        params, prompt, acceptance=rule, logprobs=2, logprobs_of="processed", **options
+    )
+    assert emitted(out) == text[:12]
+    assert int(out.stats.rounds[0]) == 3
+    # Any token, but every third one is 5: the grammar's state goes along the accepted path.
+    any_, third = dict.fromkeys(range(61)), {5: 0}
+    cycle = {0: dict.fromkeys(any_, 1), 1: dict.fromkeys(any_, 2), 2: third}
+    for way in cycle.values():
+        way.pop(EOS, None)
+    grammar = specjax.constraints.token_dfa(cycle, {0}, (EOS,), 61)
+    options["constraint"] = grammar
+    plain = specjax.decode(tiny.params(), prompt, **options)
+    text = emitted(plain)
+    assert text[2::3] == [5] * len(text[2::3])
+    knowing = tiny.params().replace(drafter=tiny.tree_oracle((*prompt, *text), *TREE))
+    out = specjax.decode(knowing, prompt, acceptance=rule, **options)
+    assert emitted(out) == text
+    assert int(out.stats.rounds[0]) == 3
+    assert out.stats.lossless
+    assert out.stats.rule == rule
 
 
 @functools.cache

@@ -40,7 +40,8 @@ BAD = [
     ({"prompt_lengths": [1, 1]}, "prompt_lengths"),
     ({"params": {}}, "params must come from specjax.load"),
     ({"max_new_tokens": 1 << 31}, "max_new_tokens must be"),
-    ({"acceptance": "greedy"}, "acceptance must be a rule"),
+    ({"acceptance": "greedy"}, "acceptance rule 'greedy' is not known"),
+    ({"acceptance": 5}, "acceptance must be a rule"),
     ({"mesh": 4}, "mesh must come from"),
 ]
 

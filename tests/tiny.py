@@ -104,6 +104,44 @@ def oracle(text: tuple[int, ...], depth: int, shift: int = 0) -> Drafter:
     return Drafter(init=init, draft=draft, update=update, name="oracle", depth=depth, nodes=depth)
 
 
+@functools.cache
+def tree_oracle(text: tuple[int, ...], parents: tuple[int, ...], right: tuple[int, ...]) -> Drafter:
+    """Drafts a tree whose nodes `right` (a path) say what follows in `text`, the others do not."""
+    depth = [0]
+    for parent in parents:
+        depth.append(depth[parent] + 1)
+
+    def init(params, prefill):
+        return ()
+
+    def draft(params, key, state, context):
+        known = jnp.asarray(np.array(text + (0,) * max(depth), np.int32))
+        index = context.lengths[:, None] + jnp.array(depth[1:])[None, :] - 1
+        wrong = [0 if j + 1 in right else j + 1 for j in range(len(parents))]
+        tokens = known[jnp.minimum(index, known.size - 1)] + jnp.array(wrong, jnp.int32)[None, :]
+        tokens = tokens % params.model.vocab_size
+        proposal = Proposal(
+            tokens=tokens,
+            parents=jnp.array(parents, jnp.int32),
+            probs=None,
+            valid=jnp.ones(tokens.shape, bool),
+            candidate=jnp.ones(tokens.shape, bool),
+        )
+        return proposal, state
+
+    def update(params, state, outcome):
+        return state
+
+    return Drafter(
+        init=init,
+        draft=draft,
+        update=update,
+        name="tree_oracle",
+        depth=max(depth),
+        nodes=len(parents),
+    )
+
+
 def script(text: Sequence[int], vocab: int = 32) -> np.ndarray:
     """Weights of a `markov_model` that greedily writes `text` after its first token.
 

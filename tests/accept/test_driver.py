@@ -65,9 +65,6 @@ def test_law_through_the_driver(rule, parents, drawn, depth):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True, reason="drafters are given the same random numbers again in the next round"
-)
 def test_block_verification_with_a_draft_model():
     drafter = drafters.draft_model(tiny.markov_model(VOCAB), 3)
     statistic, _ = chi_square(accept.block_verification(), drafter, seeds=16)
