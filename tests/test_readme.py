@@ -1,5 +1,6 @@
 """The Python code in README.md runs, and says what it should."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -7,7 +8,9 @@ import sys
 
 import pytest
 
+import specjax
 from specjax import checkpoints
+from specjax.accept.names import RULES
 from tests.conftest import ROOT
 
 README = ROOT / "README.md"
@@ -15,6 +18,7 @@ README = ROOT / "README.md"
 # What the reader is told, asked after the last block.
 AFTERWARDS = """
 assert len(texts) == 3 and all(texts)
+assert (done.text, done.status) == ("1. 1\\n2. 2\\n3. 3", specjax.Status.STOP)
 assert (inside.tokens[0] == out.tokens[0]).all()
 assert int(mine.stats.rounds[0]) < int(mine.lengths[0]), "the example drafter never guessed right"
 """
@@ -31,10 +35,24 @@ def python_code(text: str) -> str:
 
 
 def test_links_exist():
-    targets = re.findall(r"\]\(([^)]+)\)", README.read_text("utf-8"))
+    """Files and headings; addresses elsewhere are not asked for."""
+    text = README.read_text("utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    anchors = {"#" + heading.lower().replace(" ", "-") for heading in headings}
+    targets = re.findall(r"\]\(([^)]+)\)", text)
     assert targets
     for target in targets:
-        assert (ROOT / target).exists(), target
+        known = target in anchors or target.startswith("https://")
+        assert known or (ROOT / target).exists(), target
+
+
+def test_tables_are_complete():
+    """Every sampling control, verification rule and way to end is named."""
+    text = re.sub("```.*?```", "", README.read_text("utf-8"), flags=re.DOTALL)
+    cells = set(re.findall(r"`([^`]+)`", text))
+    assert {field.name for field in dataclasses.fields(specjax.Sampling)} <= cells
+    assert {status.name for status in specjax.Status} - {"RUNNING"} <= cells
+    assert set(RULES) <= {cell.partition("(")[0] for cell in cells}
 
 
 @pytest.mark.slow
