@@ -94,7 +94,7 @@ class Experts(nnx.Module):
             bias = self.choice_bias[...].astype(jnp.float32)
         chosen, weights = route(scores, bias, self.config)
         stacks = self.gate[...], self.up[...], self.down[...]
-        # One after the other is fastest on a CPU at every size; elsewhere each turn of a loop costs.
+        # On a CPU one after the other is fastest at every size; elsewhere turns of a loop cost.
         visit = one_by_one if jax.default_backend() == "cpu" else grouped
         out = visit(rows, chosen, weights, *stacks, self.activation).reshape(*lead, -1)
         if hasattr(self, "shared"):
