@@ -1,6 +1,7 @@
 """The Python code in README.md runs, and says what it should."""
 
 import dataclasses
+import inspect
 import os
 import re
 import subprocess
@@ -47,12 +48,13 @@ def test_links_exist():
 
 
 def test_tables_are_complete():
-    """Every sampling control, verification rule and way to end is named."""
+    """Every sampling control, rule, option of a rule and way to end is named."""
     text = re.sub("```.*?```", "", README.read_text("utf-8"), flags=re.DOTALL)
     cells = set(re.findall(r"`([^`]+)`", text))
     assert {field.name for field in dataclasses.fields(specjax.Sampling)} <= cells
     assert {status.name for status in specjax.Status} - {"RUNNING"} <= cells
-    assert set(RULES) <= {cell.partition("(")[0] for cell in cells}
+    options = {name for make in RULES.values() for name in inspect.signature(make).parameters}
+    assert set(RULES) | options <= cells
 
 
 @pytest.mark.slow
