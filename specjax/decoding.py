@@ -246,9 +246,9 @@ def decode(
       seed: instead of `key`, an integer in 0..2^32-1, or one (or None: fresh entropy) a row; s
         stands for `jax.random.key(s)`.
       eos_ids: tokens that end a row; default those of the checkpoint.
-      stop: what else ends a row, with `Status.STOP`: a list of token ids, sequences of token ids
-        and strings, or one of them (strings need `params.tokenizer`). The row ends with the token
-        that completes the first of them, which is emitted. They are looked for in the new tokens
+      stop: what else ends a row, with `Status.STOP`: a string, a token id, or a list of strings,
+        token ids and sequences of token ids, e.g. `["\n\n", 7, (13, 7)]`; strings need
+        `params.tokenizer`. The row ends with the token that completes one, which is emitted. They are looked for in the new tokens
         only; a token that is an end token too counts as one.
       logprobs: None, or how many of the most likely tokens to report beside each new token, with
         their log-probabilities and its own (0: only its own).
