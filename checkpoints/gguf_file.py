@@ -169,13 +169,13 @@ class _Header:
         if code not in {kind.value for kind in gguf.GGMLQuantizationType}:
             raise ValueError(
                 f"{self.path}: the tensor {name} has the unknown storage type {code}. Update the "
-                "gguf package, or take a file in F16, BF16, Q8_0, Q4_0 or Q4_1."
+                "gguf package, or take a file in F16, BF16, Q8_0 or Q4_K."
             )
         kind = gguf.GGMLQuantizationType(code)
         if not _decodable(kind):
             raise ValueError(
                 f"{self.path}: the tensor {name} has the storage type {kind.name}, which cannot "
-                "be decoded. Take a file in F16, BF16, Q8_0, Q4_0 or Q4_1."
+                "be decoded. Take a file in F16, BF16, Q8_0 or Q4_K."
             )
         block, width = gguf.GGML_QUANT_SIZES[kind]
         row = shape[-1] if shape else 1

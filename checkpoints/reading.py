@@ -25,6 +25,7 @@ from specjax.checkpoints.tokenizer import (
 from specjax.models import families
 from specjax.models.config import DecoderConfig
 from specjax.models.family import Family
+from specjax.models.naming import Layout, Source, sources
 
 __all__ = ["Checkpoint", "read"]
 
@@ -82,14 +83,7 @@ def _read_folder(path: Path, name: str, dtype: np.dtype | None) -> Checkpoint:
         config = family.config_from_hf(folder.config)
     except ValueError as error:
         raise ValueError(f"{path / 'config.json'}: {error}") from error
-    stored = match(
-        family.hf_names(config),
-        family.shapes(config),
-        folder.tensors,
-        functools.partial(_ignored, family.hf_ignored, config),
-        path,
-    )
-    weights = {key: functools.partial(_load, tensor, dtype) for key, tensor in stored.items()}
+    weights = _weights(config, family.hf, folder.tensors, path, dtype)
     tokenizer = tokenizer_from_folder(path)
     ids = special_ids_from_folder(path) if tokenizer is None else tokenizer.ids
     return _checkpoint(path, name, family, config, weights, tokenizer, ids)
@@ -110,17 +104,7 @@ def _read_gguf(path: Path, name: str, dtype: np.dtype | None) -> Checkpoint:
         ids = special_ids_from_gguf(file.metadata)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    stored = match(
-        family.gguf_names(config),
-        family.shapes(config),
-        file.tensors,
-        functools.partial(_ignored, family.gguf_ignored, config),
-        path,
-    )
-    weights = {
-        key: functools.partial(_load_gguf, tensor, key, family, config, dtype)
-        for key, tensor in stored.items()
-    }
+    weights = _weights(config, family.gguf, file.tensors, path, dtype)
     return _checkpoint(path, name, family, config, weights, tokenizer, ids)
 
 
@@ -149,19 +133,42 @@ def _checkpoint(
     )
 
 
-def _ignored(
-    ignored: Callable[[str, DecoderConfig], bool], config: DecoderConfig, name: str
-) -> bool:
-    return ignored(name, config)
+def _weights(
+    config: DecoderConfig,
+    layout: Layout,
+    tensors: Mapping[str, StoredTensor],
+    path: Path,
+    dtype: np.dtype | None,
+) -> dict[str, Callable[[], np.ndarray]]:
+    """Verifies names and shapes, and gives what reads each parameter."""
+    stored: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        other = stored.setdefault(layout.rename(name), tensor)
+        if other is not tensor:
+            raise ValueError(
+                f"{tensor.file}: the tensors {other.name} and {name} are two names of one. Remove "
+                "one of them."
+            )
+    wanted = sources(config, layout)
+    found = match(wanted, stored, lambda name: layout.ignored(name, config), path)
+    return {
+        key: functools.partial(_load, parts, wanted[key], dtype) for key, parts in found.items()
+    }
 
 
-def _load(tensor: StoredTensor, dtype: np.dtype | None) -> np.ndarray:
-    array = tensor.read()
-    return array if dtype is None else array.astype(dtype, copy=False)
+def _load(tensors: tuple[StoredTensor, ...], source: Source, dtype: np.dtype | None) -> np.ndarray:
+    def read(tensor: StoredTensor) -> np.ndarray:
+        array = tensor.read()
+        array = array if source.turn is None else source.turn(array)
+        wanted = array.dtype if dtype is None or source.exact else dtype
+        return np.asarray(array, wanted, order="C")
 
-
-def _load_gguf(
-    tensor: StoredTensor, path: str, family: Family, config: DecoderConfig, dtype: np.dtype | None
-) -> np.ndarray:
-    array = np.ascontiguousarray(family.from_gguf(path, tensor.read(), config))
-    return array if dtype is None else array.astype(dtype, copy=False)
+    first = read(tensors[0])
+    if not source.stacked:
+        return first
+    # One part after the other, so that never all of them are held twice.
+    whole = np.empty((len(tensors), *first.shape), first.dtype)
+    whole[0] = first
+    for i, tensor in enumerate(tensors[1:], 1):
+        whole[i] = read(tensor)
+    return whole

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specjax.models.naming import Source
+
 __all__ = ["StoredTensor", "match", "read_bytes"]
 
 
@@ -29,56 +31,56 @@ _NOT_WEIGHTS = frozenset("BOOL I8 I16 I32 I64 U8 U16 U32 U64".split())
 
 
 def match(
-    names: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
+    sources: Mapping[str, Source],
     stored: Mapping[str, StoredTensor],
     ignored: Callable[[str], bool],
-    source: Path,
-) -> dict[str, StoredTensor]:
+    origin: Path,
+) -> dict[str, tuple[StoredTensor, ...]]:
     """Pairs parameters with stored tensors; reads headers only.
 
     Args:
-      names: parameter path -> tensor name.
-      shapes: parameter path -> wanted shape.
+      sources: parameter path -> which tensors it is made of, and their shapes.
       stored: tensor name -> tensor.
       ignored: whether a tensor that no parameter asks for may be there.
-      source: the file or folder, for messages.
+      origin: the file or folder, for messages.
 
     Returns:
-      Parameter path -> tensor, in the order of `names`.
+      Parameter path -> its tensors, in the order of `sources`.
 
     Raises:
       ValueError: a tensor is missing, has another shape, or is not expected.
     """
-    missing = [name for name in names.values() if name not in stored]
+    wanted = {name: source.shape for source in sources.values() for name in source.names}
+    missing = [name for name in wanted if name not in stored]
     if missing:
         raise ValueError(
-            f"{source}: the tensor {missing[0]} is missing{_and_more(missing)}; wanted "
-            f"{len(names)} tensors. The checkpoint is incomplete or of another architecture: "
+            f"{origin}: the tensor {missing[0]} is missing{_and_more(missing)}; wanted "
+            f"{len(wanted)} tensors. The checkpoint is incomplete or of another architecture: "
             "download it again, or correct its configuration."
         )
-    for path, name in names.items():
-        if stored[name].kind in _NOT_WEIGHTS:
+    for name, shape in wanted.items():
+        tensor = stored[name]
+        if tensor.kind in _NOT_WEIGHTS:
             raise ValueError(
-                f"{stored[name].file}: the tensor {name} is stored as {stored[name].kind}; wanted "
+                f"{tensor.file}: the tensor {tensor.name} is stored as {tensor.kind}; wanted "
                 "floating point. A quantised checkpoint of this kind is not supported: use the "
                 "original weights or a GGUF file."
             )
-        if stored[name].shape != shapes[path]:
+        if tensor.shape != shape:
             raise ValueError(
-                f"{stored[name].file}: the tensor {name} has the shape {stored[name].shape}; its "
-                f"configuration wants {shapes[path]}. Correct the configuration, or take the file "
+                f"{tensor.file}: the tensor {tensor.name} has the shape {tensor.shape}; its "
+                f"configuration wants {shape}. Correct the configuration, or take the file "
                 "that belongs to it."
             )
-    known = set(names.values())
-    extra = [name for name in stored if name not in known and not ignored(name)]
+    extra = [name for name in stored if name not in wanted and not ignored(name)]
     if extra:
+        tensor = stored[extra[0]]
         raise ValueError(
-            f"{stored[extra[0]].file}: the tensor {extra[0]} is not expected"
+            f"{tensor.file}: the tensor {tensor.name} is not expected"
             f"{_and_more(extra)}: this architecture and configuration would not use it. Correct "
             "the configuration, or take a checkpoint of a supported architecture."
         )
-    return {path: stored[name] for path, name in names.items()}
+    return {path: tuple(stored[name] for name in source.names) for path, source in sources.items()}
 
 
 def read_bytes(file: Path, offset: int, count: int) -> np.ndarray:

@@ -8,19 +8,43 @@ leave it as it is at one value. Any other key is an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from specjax.models.config import DecoderConfig, RopeConfig
 
 __all__ = [
+    "activation",
     "check_config",
+    "decoder_from_hf",
+    "expect",
     "flag",
+    "head_size",
+    "optional_float",
     "positive_float",
     "positive_int",
+    "present",
     "refuse_unknown",
     "rope_from_hf",
+    "windows",
 ]
+
+# What nearly every family has under these names.
+_COMMON = frozenset(
+    """
+    head_dim hidden_act hidden_size intermediate_size max_position_embeddings num_attention_heads
+    num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters rope_scaling rope_theta
+    tie_word_embeddings vocab_size
+    """.split()
+)
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 # Bookkeeping: token ids, training and generation settings, names and versions.
 _HARMLESS = frozenset(
@@ -30,9 +54,10 @@ _HARMLESS = frozenset(
     encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
     forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder is_llama_config
     label2id length_penalty max_length min_length model_type no_repeat_ngram_size num_beam_groups
-    num_beams num_return_sequences output_attentions output_hidden_states output_scores
-    pad_token_id prefix pretraining_tp problem_type remove_invalid_values repetition_penalty
-    return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params
+    num_beams num_return_sequences output_attentions output_hidden_states output_router_logits
+    output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise
+    sep_token_id suppress_tokens task_specific_params
     temperature tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
     transformers_version typical_p unsloth_fixed unsloth_version use_cache
     """.split()
@@ -41,6 +66,7 @@ _HARMLESS = frozenset(
 # Keys that only say something at another value than this one.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
+    "attention_bias": (False,),
     "attn_logit_softcapping": (None,),
     "auto_map": (None, {}),
     "chunk_size_feed_forward": (0,),
@@ -48,6 +74,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "is_encoder_decoder": (False,),
     "layer_types": (None,),
+    "mlp_bias": (False,),
     "partial_rotary_factor": (None, 1),
     "pruned_heads": (None, {}),
     "quantization_config": (None,),
@@ -56,9 +83,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tf_legacy_loss": (False,),
     "tie_encoder_decoder": (False,),
     "use_bfloat16": (False,),
+    "use_bidirectional_attention": (None, False),
     "use_sliding_window": (False,),
 }
 
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 _ROPE_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _ROPE_KEYS = {
     "default": frozenset(),
@@ -79,6 +108,16 @@ _ROPE_KEYS = {
         }
     ),
 }
+
+
+def present(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What is set: null is as good as a missing key.
+
+    Example:
+      >>> present({"head_dim": None, "hidden_size": 8})
+      {'hidden_size': 8}
+    """
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def positive_int(source: Mapping[str, Any], key: str) -> int:
@@ -140,6 +179,63 @@ def flag(source: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
+def optional_float(source: Mapping[str, Any], key: str) -> float | None:
+    """Reads a positive, finite number that may be missing or null.
+
+    Args:
+      source: a parsed config.json, or GGUF metadata.
+      key: the key to read.
+
+    Returns:
+      Its value as a float, or None.
+
+    Raises:
+      ValueError: the value is not a positive finite number.
+    """
+    return None if source.get(key) is None else positive_float(source, key)
+
+
+def activation(source: Mapping[str, Any], key: str, default: str) -> str:
+    """Reads the name of an activation function.
+
+    Args:
+      source: a parsed config.json.
+      key: the key to read.
+      default: what a missing key means for this family.
+
+    Returns:
+      Its name in `specjax.models.layers.ACTIVATIONS`.
+
+    Raises:
+      ValueError: an activation that is not supported.
+    """
+    value = source.get(key)
+    value = default if value is None else value
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
+        raise ValueError(
+            f"{key} is {value!r}; supported: {', '.join(_ACTIVATIONS)}. Use another checkpoint."
+        )
+    return _ACTIVATIONS[value]
+
+
+def expect(source: Mapping[str, Any], **wanted: Any) -> None:
+    """Refuses keys with another value than the one that is supported; they may be missing.
+
+    Args:
+      source: a parsed config.json.
+      wanted: key -> the value.
+
+    Raises:
+      ValueError: names the key, its value and what is supported.
+    """
+    for key, value in wanted.items():
+        if source.get(key, value) != value:
+            raise ValueError(
+                f"{key} is {source[key]!r} in config.json; supported: {value!r}. Use another "
+                "checkpoint."
+            )
+
+
 def refuse_unknown(config: Mapping[str, Any], understood: Collection[str]) -> None:
     """Refuses keys of a config.json that nobody reads and that may change the forward pass.
 
@@ -167,7 +263,127 @@ def refuse_unknown(config: Mapping[str, Any], understood: Collection[str]) -> No
         )
 
 
-def rope_from_hf(config: Mapping[str, Any], max_position: int) -> RopeConfig:
+def decoder_from_hf(
+    config: Mapping[str, Any],
+    *,
+    keys: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> DecoderConfig:
+    """Reads what most families store under the same keys.
+
+    Args:
+      config: the parsed config.json.
+      keys: what else the family reads.
+      defaults: what missing keys mean for this family.
+      changes: fields of `DecoderConfig` that the family has found out by itself.
+
+    Returns:
+      The configuration.
+
+    Raises:
+      ValueError: a required key is missing, a value is not supported, sizes do not fit, or a key
+        is not known.
+    """
+    refuse_unknown(config, _COMMON | set(keys))
+    defaults = {"rope_theta": 10000.0} | dict(defaults or {})
+    theta = defaults.pop("rope_theta")
+    config = defaults | present(config)
+    fields = dict(changes)
+
+    def add(name: str, read: Callable[..., Any], *arguments: Any) -> None:
+        if name not in fields:
+            fields[name] = read(config, *arguments)
+
+    add("vocab_size", positive_int, "vocab_size")
+    add("hidden_size", positive_int, "hidden_size")
+    add("intermediate_size", positive_int, "intermediate_size")
+    add("num_layers", positive_int, "num_hidden_layers")
+    add("num_heads", positive_int, "num_attention_heads")
+    config = {
+        "num_key_value_heads": fields["num_heads"],
+        "max_position_embeddings": 2048,
+    } | config
+    add("num_kv_heads", positive_int, "num_key_value_heads")
+    add("head_dim", head_size, "head_dim", fields["hidden_size"], fields["num_heads"])
+    add("norm_eps", positive_float, "rms_norm_eps")
+    add("tie_embeddings", flag, "tie_word_embeddings", False)
+    add("max_position", positive_int, "max_position_embeddings")
+    add("activation", activation, "hidden_act", "silu")
+    if "rope" not in fields:
+        fields["rope"] = rope_from_hf(config, fields["max_position"], theta=theta)
+    return check_config(DecoderConfig(**fields))
+
+
+def head_size(source: Mapping[str, Any], key: str, hidden: int, heads: int) -> int:
+    """Reads the size of a head; if it is missing, all heads together are as wide as the model.
+
+    Args:
+      source: a parsed config.json, or GGUF metadata.
+      key: the key to read.
+      hidden: width of the model.
+      heads: query heads.
+
+    Returns:
+      The size.
+
+    Raises:
+      ValueError: the value is not a positive integer, or the width is no multiple of the heads.
+    """
+    if source.get(key) is not None:
+        return positive_int(source, key)
+    if hidden % heads:
+        raise ValueError(
+            f"{key} is missing and the width {hidden} is no multiple of {heads} heads; wanted "
+            f"one of the two. Add {key} to the checkpoint's configuration."
+        )
+    return hidden // heads
+
+
+def windows(
+    config: Mapping[str, Any],
+    window: int | None,
+    slides: Callable[[int], bool] = lambda layer: True,
+) -> tuple[int | None, ...]:
+    """The window of each layer, by `layer_types` or else by the family's rule.
+
+    Args:
+      config: the parsed config.json.
+      window: of the layers that have one; None if the configuration switches windows off.
+      slides: the family's rule: whether a layer has a window.
+
+    Returns:
+      One entry a layer, or () if no layer has a window.
+
+    Raises:
+      ValueError: `layer_types` is not one known type a layer, or asks for a window of no size.
+    """
+    layers = positive_int(config, "num_hidden_layers")
+    types = config.get("layer_types")
+    if types is None:
+        types = [_SLIDING if window and slides(i) else _FULL for i in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or set(types) - {_SLIDING, _FULL}:
+        raise ValueError(
+            f"layer_types is {types!r}; wanted {layers} of {_FULL!r} and {_SLIDING!r}. Use another "
+            "checkpoint."
+        )
+    if _SLIDING not in types:
+        return ()
+    if window is None:
+        raise ValueError(
+            f"layer_types is {types!r} but the configuration sets no window; wanted "
+            "sliding_window. Correct config.json."
+        )
+    return tuple(window if kind == _SLIDING else None for kind in types)
+
+
+def rope_from_hf(
+    config: Mapping[str, Any],
+    max_position: int,
+    *,
+    theta: float = 10000.0,
+    partial: bool = False,
+) -> RopeConfig:
     """Reads rotary embeddings in the dialect of transformers 4 or 5.
 
     transformers 4 has `rope_theta` and `rope_scaling` (kind under `rope_type` or `type`);
@@ -176,6 +392,8 @@ def rope_from_hf(config: Mapping[str, Any], max_position: int) -> RopeConfig:
     Args:
       config: the parsed config.json.
       max_position: `max_position_embeddings`, what yarn takes for a missing original length.
+      theta: what the family means when no key says otherwise.
+      partial: whether the family rotates a part of each head, and reads how large it is.
 
     Returns:
       The record.
@@ -198,8 +416,7 @@ def rope_from_hf(config: Mapping[str, Any], max_position: int) -> RopeConfig:
             f"rope_theta has two values, {sorted(thetas)}; wanted one. Remove the wrong one from "
             "config.json."
         )
-    # 10000 is what the class means when no key says otherwise: Llama 1 and 2 have no rope_theta.
-    theta = positive_float({"rope_theta": thetas.pop() if thetas else 10000.0}, "rope_theta")
+    theta = positive_float({"rope_theta": thetas.pop() if thetas else theta}, "rope_theta")
 
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPE_KEYS:
@@ -207,7 +424,7 @@ def rope_from_hf(config: Mapping[str, Any], max_position: int) -> RopeConfig:
             f"rope_type is {kind!r}; supported: {', '.join(_ROPE_KEYS)}. Use a checkpoint with "
             "one of these."
         )
-    if rope.get("partial_rotary_factor", 1) not in (None, 1):
+    if not partial and rope.get("partial_rotary_factor", 1) not in (None, 1):
         raise ValueError(
             f"partial_rotary_factor is {rope['partial_rotary_factor']!r}; supported: 1. Use a "
             "checkpoint that rotates the whole head."
@@ -239,10 +456,22 @@ def check_config(config: DecoderConfig) -> DecoderConfig:
             f"num_heads is {config.num_heads} and num_kv_heads is {config.num_kv_heads}; wanted "
             "a multiple of num_kv_heads. Correct the checkpoint's configuration."
         )
-    if config.head_dim % 2:
+    experts = config.experts
+    if experts is not None and (
+        experts.experts_per_token > experts.num_experts
+        or experts.num_experts % experts.groups
+        or experts.groups_kept > experts.groups
+    ):
         raise ValueError(
-            f"head_dim is {config.head_dim}; rotary embeddings want an even number. Correct the "
-            "checkpoint's configuration."
+            f"{experts.num_experts} experts in {experts.groups} groups, of which "
+            f"{experts.experts_per_token} in {experts.groups_kept} groups are chosen, is not "
+            "possible. Correct the checkpoint's configuration."
+        )
+    rotated = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    if config.rope is not None and rotated % 2:
+        raise ValueError(
+            f"head_dim is {config.head_dim}, of which {rotated} are rotated; rotary embeddings "
+            "want an even number. Correct the checkpoint's configuration."
         )
     return config
 
@@ -294,7 +523,7 @@ def _llama3(theta: float, rope: Mapping[str, Any], max_position: int) -> RopeCon
 
 
 def _yarn(theta: float, rope: Mapping[str, Any], max_position: int) -> RopeConfig:
-    rope = {key: value for key, value in rope.items() if value is not None}
+    rope = present(rope)
     original = (
         positive_int(rope, "original_max_position_embeddings")
         if "original_max_position_embeddings" in rope

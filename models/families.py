@@ -1,19 +1,32 @@
 """Which families exist: by Hugging Face `model_type` and by GGUF `general.architecture`.
 
-A new family is a new file with a `FAMILY` record, and its name in the tuple here.
+A new family is a new file with a `Family` record, and its name in the tuple here.
 """
 
 from __future__ import annotations
 
-from specjax.models import llama
+from specjax.models import deepseek, gemma, gpt2, gpt_neox, llama, mistral, qwen
 from specjax.models.family import Family
 
 __all__ = ["FAMILIES", "by_gguf_architecture", "by_model_type"]
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY,)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.MISTRAL,
+    mistral.MIXTRAL,
+    qwen.QWEN2,
+    qwen.QWEN3,
+    qwen.QWEN3_MOE,
+    gemma.GEMMA2,
+    gemma.GEMMA3_TEXT,
+    gemma.GEMMA3,
+    deepseek.DEEPSEEK_V3,
+    gpt2.GPT2,
+    gpt_neox.GPT_NEOX,
+)
 
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
-_BY_ARCHITECTURE = {family.gguf_architecture: family for family in FAMILIES}
+_BY_ARCHITECTURE = {f.gguf_architecture: f for f in FAMILIES if f.gguf_architecture}
 
 
 def by_model_type(model_type: object) -> Family:

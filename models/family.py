@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from specjax.models.config import DecoderConfig
+from specjax.models.naming import Layout
 
-__all__ = ["ConfigFromGguf", "ConfigFromHf", "Family", "FromGguf", "Names", "Shapes"]
+__all__ = ["ConfigFromGguf", "ConfigFromHf", "Family"]
 
 
 class ConfigFromHf(Protocol):
@@ -27,34 +28,12 @@ class ConfigFromGguf(Protocol):
     ) -> DecoderConfig: ...
 
 
-class Names(Protocol):
-    """Where each parameter is stored: parameter path -> tensor name."""
-
-    def __call__(self, config: DecoderConfig, /) -> dict[str, str]: ...
-
-
-class Shapes(Protocol):
-    """The shape of each parameter: parameter path -> shape."""
-
-    def __call__(self, config: DecoderConfig, /) -> dict[str, tuple[int, ...]]: ...
-
-
-class FromGguf(Protocol):
-    """Turns a tensor as GGUF stores it into the parameter of that path."""
-
-    def __call__(self, path: str, array: np.ndarray, config: DecoderConfig, /) -> np.ndarray: ...
-
-
 class Family(NamedTuple):
     """One architecture's maps between checkpoints and parameters."""
 
     model_type: str  # `model_type` in config.json
-    gguf_architecture: str  # `general.architecture` in a GGUF file
     config_from_hf: ConfigFromHf
-    config_from_gguf: ConfigFromGguf
-    hf_names: Names
-    gguf_names: Names
-    shapes: Shapes
-    from_gguf: FromGguf
-    hf_ignored: Callable[[str, DecoderConfig], bool]  # tensors a file may hold that are not read
-    gguf_ignored: Callable[[str, DecoderConfig], bool]
+    hf: Layout
+    gguf_architecture: str | None = None  # `general.architecture` in a GGUF file; None: not read
+    config_from_gguf: ConfigFromGguf | None = None
+    gguf: Layout | None = None

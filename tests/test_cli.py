@@ -45,16 +45,16 @@ def folder(tmp_path_factory) -> str:
     from safetensors.numpy import save_file
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    from specjax.models import llama
+    from specjax.models import llama, naming
 
     path = tmp_path_factory.mktemp("cli") / "tiny"
     path.mkdir()
     config = llama.config_from_hf(CONFIG)
     rng = np.random.default_rng(0)
-    names = llama.hf_names(config)
     weights = {
-        names[name]: rng.normal(0, 0.3, shape).astype(np.float32)
-        for name, shape in llama.shapes(config).items()
+        name: rng.normal(0, 0.3, source.shape).astype(np.float32)
+        for source in naming.sources(config, llama.FAMILY.hf).values()
+        for name in source.names
     }
     save_file(weights, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(CONFIG))

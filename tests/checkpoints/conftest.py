@@ -48,10 +48,10 @@ def config() -> dict:
 @pytest.fixture
 def parameters() -> dict[str, np.ndarray]:
     """Random parameters of CONFIG, untied, by parameter path."""
-    from specjax.models import llama
+    from specjax.models import llama, naming
 
     rng = np.random.default_rng(0)
-    shapes = llama.shapes(llama.config_from_hf(CONFIG))
+    shapes = naming.parameters(llama.config_from_hf(CONFIG))
     return {path: rng.standard_normal(shape).astype(np.float32) for path, shape in shapes.items()}
 
 
@@ -67,7 +67,7 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
 @pytest.fixture
 def write_gguf(tmp_path, parameters):
     """Writes CONFIG as a GGUF file. `edit` changes tensors by GGUF name before they are written."""
-    from specjax.models import llama
+    from specjax.models import llama, naming
 
     def write(*, edit=None, metadata=None, quantise=None, name="tiny.gguf") -> pathlib.Path:
         writer = gguf.GGUFWriter(tmp_path / name, "llama")
@@ -81,7 +81,8 @@ def write_gguf(tmp_path, parameters):
         writer.add_vocab_size(CONFIG["vocab_size"])
         for add, *arguments in metadata or ():
             getattr(writer, add)(*arguments)
-        names = llama.gguf_names(llama.config_from_hf(CONFIG))
+        stored = naming.sources(llama.config_from_hf(CONFIG), llama.FAMILY.gguf)
+        names = {path: source.names[0] for path, source in stored.items()}
         tensors = {}
         for path, array in parameters.items():
             heads = {"q": 4, "k": 2}.get(path.split(".")[-2])
@@ -108,13 +109,14 @@ def write_folder(tmp_path, parameters):
     """Writes CONFIG as a Hugging Face folder, in one file or in several."""
     from safetensors.numpy import save_file
 
-    from specjax.models import llama
+    from specjax.models import llama, naming
 
     def write(*, edit=None, config=None, shards=1) -> pathlib.Path:
         folder = tmp_path / "folder-1.5"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
-        names = llama.hf_names(llama.config_from_hf(CONFIG))
+        stored = naming.sources(llama.config_from_hf(CONFIG), llama.FAMILY.hf)
+        names = {path: source.names[0] for path, source in stored.items()}
         tensors = {names[path]: array for path, array in parameters.items()}
         if edit is not None:
             edit(tensors)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from specjax import checkpoints
+from specjax.models import naming
 
 INDEX = "model.safetensors.index.json"
 
@@ -161,9 +162,11 @@ def test_header_entries_that_are_wrong(tmp_path, config, entry, message):
 
 
 def test_parity_folders(shared):
-    for folder in sorted((shared / "parity").glob("*llama*")):
+    folders = [f for kind in ("hf-*", "target-*", "mtp-*") for f in (shared / "parity").glob(kind)]
+    assert folders
+    for folder in folders:
         checkpoint = checkpoints.read(folder)
-        for path, shape in checkpoint.family.shapes(checkpoint.config).items():
+        for path, shape in naming.parameters(checkpoint.config).items():
             assert checkpoint.weights[path]().shape == shape
 
 
