@@ -247,9 +247,9 @@ def decode(
         stands for `jax.random.key(s)`.
       eos_ids: tokens that end a row; default those of the checkpoint.
       stop: what else ends a row, with `Status.STOP`: a string, a token id, or a list of strings,
-        token ids and sequences of token ids, e.g. `["\n\n", 7, (13, 7)]`; strings need
-        `params.tokenizer`. The row ends with the token that completes one, which is emitted. They are looked for in the new tokens
-        only; a token that is an end token too counts as one.
+        token ids and sequences of token ids, e.g. `["END", 7, (13, 7)]`; strings need
+        `params.tokenizer`. The row ends with the token that completes one, which is emitted. They
+        are looked for in the new tokens only; a token that is an end token too counts as one.
       logprobs: None, or how many of the most likely tokens to report beside each new token, with
         their log-probabilities and its own (0: only its own).
       logprobs_of: "raw" for the model's own law, softmax(logits); "processed" for the law that the
