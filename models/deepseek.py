@@ -74,7 +74,7 @@ def _from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         attention_bias=bias,
         output_bias=bias,
         latent=latent,
-        experts=_experts(given) if dense < layers else None,
+        experts=_experts(given, config.get("n_shared_experts", 1)) if dense < layers else None,
         expert_layers=tuple(i >= dense for i in range(layers)) if 0 < dense < layers else (),
     )
     return dataclasses.replace(made, query_scale=_query_scale(made, given))
@@ -89,10 +89,10 @@ def _own_code(key: str, value: Any) -> bool:
     )
 
 
-def _experts(given: Mapping[str, Any]) -> ExpertsConfig:
+def _experts(given: Mapping[str, Any], shared: Any) -> ExpertsConfig:
     inner = reading.positive_int(given, "moe_intermediate_size")
-    shared = given.get("n_shared_experts", 1)
-    shared = reading.positive_int(given, "n_shared_experts") if shared else 0
+    if shared:
+        shared = reading.positive_int({"n_shared_experts": shared}, "n_shared_experts")
     return ExpertsConfig(
         num_experts=reading.positive_int(given, "n_routed_experts"),
         experts_per_token=reading.positive_int(given, "num_experts_per_tok"),
@@ -102,7 +102,7 @@ def _experts(given: Mapping[str, Any]) -> ExpertsConfig:
         groups=reading.positive_int(given, "n_group"),
         groups_kept=reading.positive_int(given, "topk_group"),
         scale=reading.positive_float(given, "routed_scaling_factor"),
-        shared_size=shared * inner,
+        shared_size=(shared or 0) * inner,
     )
 
 
