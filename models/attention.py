@@ -9,12 +9,14 @@ from jax import Array
 
 from specjax.models.config import DecoderConfig
 from specjax.models.layers import Linear, RMSNorm
+from specjax.models.quantized import QuantizedTensor, as_array, stored_like
 from specjax.models.rope import rotate
 from specjax.types import record
 
 __all__ = ["Attention", "LatentAttention", "Pass", "attend"]
 
-KeysValues = tuple[Array, Array]
+Held = Array | QuantizedTensor
+KeysValues = tuple[Held, Held]
 
 
 @record
@@ -41,7 +43,7 @@ def attend(
 
     Args:
       query: `[B, T, H, D]`; heads `g * H / G ...` share key/value head g.
-      block: keys `[B, G, T, D]` and values `[B, G, T, DV]` of this pass.
+      block: keys `[B, G, T, D]` and values `[B, G, T, DV]` of this pass, in the cache's form.
       cache: keys `[B, G, S, D]` and values `[B, G, S, DV]`; position p lies in slot p mod S.
       here: positions, lengths and mask.
       scale: on the queries.
@@ -65,9 +67,18 @@ def attend(
             equation, a.astype(b.dtype), b, precision=precision, preferred_element_type=jnp.float32
         )
 
-    def scores(equation: str, keys: Array) -> Array:
-        s = product(equation, q, keys)
+    def scores(equation: str, keys: Held) -> Array:
+        if isinstance(keys, QuantizedTensor):
+            s = product(equation, q, keys.values.astype(keys.dtype)) * _by_token(keys)
+        else:
+            s = product(equation, q, keys)
         return s if softcap is None else softcap * jnp.tanh(s / softcap)
+
+    def weighted(equation: str, weights: Array, values: Held) -> Array:
+        if isinstance(values, QuantizedTensor):
+            weights = weights * _by_token(values)
+            values = values.values.astype(values.dtype)
+        return product(equation, weights, values)
 
     slots = cache[0].shape[2]
     old = scores("bgxd,bgsd->bgxs", cache[0])
@@ -91,9 +102,14 @@ def attend(
     top = jnp.maximum(jnp.max(old, axis=-1, initial=-jnp.inf), jnp.max(new, axis=-1))[..., None]
     old, new = jnp.exp(old - top), jnp.exp(new - top)
     total = jnp.sum(old, axis=-1, keepdims=True) + jnp.sum(new, axis=-1, keepdims=True)
-    out = product("bgxs,bgsd->bgxd", old, cache[1]) + product("bgxt,bgtd->bgxd", new, block[1])
+    out = weighted("bgxs,bgsd->bgxd", old, cache[1]) + weighted("bgxt,bgtd->bgxd", new, block[1])
     out = (out / total).reshape(batch, groups, repeat, steps, -1)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, steps, heads, -1).astype(query.dtype)
+
+
+def _by_token(held: QuantizedTensor) -> Array:
+    """The scales of keys or values `[B, G, S, D]`, along scores: `[B, G, 1, S]`."""
+    return held.scales.swapaxes(2, 3)
 
 
 def _in_window(here: Pass, slots: int, window: int) -> Array:
@@ -140,8 +156,8 @@ class Attention(nnx.Module):
                 y = getattr(self, name)(y)
             return y if here.rotation is None else rotate(y, *here.rotation)
 
-        def stored(y: Array) -> Array:
-            return y.swapaxes(1, 2).astype(cache[0].dtype)
+        def stored(y: Array) -> Held:
+            return stored_like(cache[0], y.swapaxes(1, 2))
 
         query = turned(split(self.q(x)), "q_norm")
         block = stored(turned(split(self.k(x)), "k_norm")), stored(split(self.v(x)))
@@ -197,10 +213,10 @@ class LatentAttention(nnx.Module):
         key = jnp.concatenate(
             [self.kv_norm(compressed), rotate(shared[:, :, None], *here.rotation)[:, :, 0]], axis=-1
         )
-        block = key[:, None].astype(cache[0].dtype)
+        block = stored_like(cache[0], key[:, None])
 
-        def by_head(weight: Array, size: int) -> Array:
-            return weight.reshape(heads, size, latent.kv_rank)
+        def by_head(weight: Array | QuantizedTensor, size: int) -> Array:
+            return as_array(weight).reshape(heads, size, latent.kv_rank)
 
         to_key = by_head(self.k.weight[...], latent.nope_dim)
         query = jnp.concatenate(

@@ -20,6 +20,7 @@ from specjax.models.attention import Attention, KeysValues, LatentAttention, Pas
 from specjax.models.config import DecoderConfig
 from specjax.models.feed_forward import MLP, Experts
 from specjax.models.layers import Linear, Table, matmul, norm
+from specjax.models.quantized import BITS, empty_slots
 from specjax.models.rope import inverse_frequencies, rotation
 from specjax.types import Block, Cache, Forward, Model
 
@@ -168,17 +169,30 @@ def _after(hidden: Array, block: Block) -> Block:
     return jax.tree.map(lambda x: jnp.where(over, x, jnp.zeros_like(x)), block)
 
 
-@functools.cache
-def decoder_model(config: DecoderConfig) -> Model:
-    """The pure functions of a configuration. Equal configurations give the same record.
+def decoder_model(config: DecoderConfig, *, kv_cache: str | None = None) -> Model:
+    """The pure functions of a configuration. Equal arguments give the same record.
+
+    Args:
+      config: what the decoder looks like.
+      kv_cache: None for a cache in the type of the weights, "int8" for one byte an element and a
+        scale for each token and head. Then a pass sees the keys and values of its own tokens
+        rounded, too, as they will be read later.
 
     Raises:
-      ValueError: a rope kind that is not supported.
+      ValueError: a rope kind or a cache that is not supported.
     """
+    if kv_cache not in (None, "int8"):
+        raise ValueError(f'kv_cache must be None or "int8", got {kv_cache!r}')
+    return _decoder_model(config, kv_cache)
+
+
+@functools.cache
+def _decoder_model(config: DecoderConfig, kv_cache: str | None) -> Model:
     for rope in (config.rope, config.local_rope):
         if rope is not None:
             inverse_frequencies(rope, _rotated(config))  # refuse a bad rope before any compilation
     graph, _, axes = _abstract(config)
+    bits = None if kv_cache is None else BITS[kv_cache]
 
     def bind(weights: Any) -> Decoder:
         return nnx.merge(graph, nnx.State(weights))
@@ -200,8 +214,8 @@ def decoder_model(config: DecoderConfig) -> Model:
         layers = range(config.num_layers)
         keys, values = zip(*(_layer_slots(config, i, slots) for i in layers), strict=True)
         return Cache(
-            keys=tuple(jnp.zeros((batch, *shape), dtype) for shape in keys),
-            values=tuple(jnp.zeros((batch, *shape), dtype) for shape in values),
+            keys=tuple(empty_slots((batch, *shape), dtype, bits) for shape in keys),
+            values=tuple(empty_slots((batch, *shape), dtype, bits) for shape in values),
             lengths=jnp.zeros(batch, jnp.int32),
             rings=tuple(config.window(i) is not None for i in layers),
         )

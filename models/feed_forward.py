@@ -12,6 +12,7 @@ from jax import Array
 
 from specjax.models.config import DecoderConfig, ExpertsConfig
 from specjax.models.layers import ACTIVATIONS, Linear, matmul
+from specjax.models.quantized import QuantizedTensor
 
 __all__ = ["MLP", "Experts", "grouped", "one_by_one", "route"]
 
@@ -95,7 +96,9 @@ class Experts(nnx.Module):
         chosen, weights = route(scores, bias, self.config)
         stacks = self.gate[...], self.up[...], self.down[...]
         # On a CPU one after the other is fastest at every size; elsewhere turns of a loop cost.
-        visit = one_by_one if jax.default_backend() == "cpu" else grouped
+        # Quantised weights would be converted as a whole for one product over all experts.
+        alone = jax.default_backend() == "cpu" or isinstance(stacks[0], QuantizedTensor)
+        visit = one_by_one if alone else grouped
         out = visit(rows, chosen, weights, *stacks, self.activation).reshape(*lead, -1)
         if hasattr(self, "shared"):
             out = out + self.shared(x).astype(jnp.float32)

@@ -12,8 +12,11 @@ from flax import nnx
 from jax import Array
 
 from specjax.models.config import DecoderConfig
+from specjax.models.quantized import QuantizedTensor, dequantize
 
 __all__ = ["ACTIVATIONS", "LayerNorm", "Linear", "RMSNorm", "Table", "look_up", "matmul", "norm"]
+
+_BLOCK = 128  # rows of a quantised weight that a CPU converts at a time
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -22,12 +25,15 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def matmul(x: Array, weight: Array) -> Array:
+def matmul(x: Array, weight: Array | QuantizedTensor) -> Array:
     """`x [..., in]` times `weight [out, in]` transposed, accumulated in float32: `[..., out]`."""
     lead = x.shape[:-1]
     x = x.reshape(math.prod(lead), x.shape[-1]).astype(weight.dtype)
-    rows = x.shape[0]
-    product = _matmul_on_cpu if jax.default_backend() == "cpu" else _dot
+    rows, cpu = x.shape[0], jax.default_backend() == "cpu"
+    if isinstance(weight, QuantizedTensor):
+        product = _matmul_quantized_on_cpu if cpu else _dot_quantized
+    else:
+        product = _matmul_on_cpu if cpu else _dot
     return product(x, weight)[:rows].reshape(*lead, weight.shape[0])
 
 
@@ -59,8 +65,40 @@ def _matmul_on_cpu(x: Array, weight: Array) -> Array:
     return jax.lax.optimization_barrier(_dot(weight, x)).T
 
 
-def look_up(table: Array, index: Array) -> Array:
+def _dot_quantized(x: Array, weight: QuantizedTensor) -> Array:
+    """Converts the weight on its way into the product; a scale a row is left for the result."""
+    if weight.scales.shape[-1] > 1:
+        return _dot(x, dequantize(weight))
+    return _dot(x, weight.values.astype(weight.dtype)) * weight.scales[None, :, 0]
+
+
+def _matmul_quantized_on_cpu(x: Array, weight: QuantizedTensor) -> Array:
+    """Converts a few rows of the weight at a time, which then stay in the processor's cache.
+
+    In float32, where a conversion as a whole takes longer than the product
+    (benchmarks/quantisation.py). May return more rows than it got.
+    """
+    x, (out, _) = x.astype(jnp.float32), weight.shape
+    blocks = out // _BLOCK
+
+    def product(part: QuantizedTensor) -> Array:
+        return _matmul_on_cpu(x, dequantize(part, jnp.float32))
+
+    parts = []
+    if blocks:
+        full = weight[: blocks * _BLOCK]
+        split = jax.tree.map(lambda part: part.reshape(blocks, _BLOCK, part.shape[-1]), full)
+        y = jax.lax.map(product, split)  # [blocks, rows, _BLOCK]
+        parts.append(y.swapaxes(0, 1).reshape(y.shape[1], blocks * _BLOCK))
+    if out % _BLOCK:
+        parts.append(product(weight[blocks * _BLOCK :]))
+    return jnp.concatenate(parts, axis=1)
+
+
+def look_up(table: Array | QuantizedTensor, index: Array) -> Array:
     """Rows of `table [V, E]` at `index`."""
+    if isinstance(table, QuantizedTensor):
+        return dequantize(table[index])
     if table.dtype.itemsize != 2 or jax.default_backend() != "cpu":
         return table[index]
     # XLA's CPU backend would keep a float32 copy of a whole 16-bit float table to gather from, and

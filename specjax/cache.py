@@ -69,7 +69,9 @@ def _written(
 
     def each(held: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
         layers = zip(held, new, rings, strict=True)
-        return tuple((write_ring if ring else write)(slots, part) for slots, part, ring in layers)
+        return tuple(
+            jax.tree.map(write_ring if ring else write, slots, part) for slots, part, ring in layers
+        )
 
     return dataclasses.replace(
         cache,

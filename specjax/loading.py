@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from specjax import checkpoints, drafters, sharding
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import decoder_model, first_layers
+from specjax.models.quantized import BITS, QuantizedTensor, quantize_weight
 from specjax.types import Drafter, Model, Params, PyTree
 
 __all__ = ["METHODS", "default_dtype", "load"]
@@ -32,12 +33,20 @@ class _Loaded(NamedTuple):
     checkpoint: checkpoints.Checkpoint
 
 
+class _How(NamedTuple):
+    """In what form a model is wanted, and where."""
+
+    dtype: jnp.dtype
+    mesh: Mesh | None
+    bits: int | None = None  # of quantised weights
+    kv_cache: str | None = None
+
+
 class _Target(NamedTuple):
     """What a drafter may be built from."""
 
     loaded: _Loaded
-    dtype: jnp.dtype
-    mesh: Mesh | None
+    how: _How
 
 
 def default_dtype() -> str:
@@ -51,6 +60,8 @@ def load(
     *,
     mesh: Mesh | None = None,
     dtype: Any = None,
+    quantize: str | None = None,
+    kv_cache: str | None = None,
 ) -> Params:
     """Loads a model to decode with, and what drafts for it.
 
@@ -61,9 +72,16 @@ def load(
         draft model; a `Drafter`; or a dict, e.g.
         `{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}`,
         `{"method": "draft_model", "model": "path/to/folder"}`,
-        `{"method": "draft_model", "draft_layers": 8}` (the target's own first layers).
+        `{"method": "draft_model", "draft_layers": 8}` (the target's own first layers),
+        `{"method": "draft_model", "quantize": "int8"}` (the target itself, in 8 bits). All three
+        kinds of draft models take "quantize".
       mesh: devices to spread the weights over, with axes "data" and "model".
       dtype: "float32", "bfloat16" or "float16"; default float32 on a CPU, else bfloat16.
+      quantize: "int8" (a scale for each output) or "int4" (a scale for each 32 inputs; embedding
+        and head in int8) rounds the target's weights as they are read; norms, biases and routers
+        stay as they are.
+      kv_cache: "int8" rounds keys and values, of the target and of a draft model, with a scale for
+        each token and head.
 
     Returns:
       Weights, functions, tokenizer and special ids.
@@ -83,11 +101,15 @@ def load(
     wanted = getattr(name, "__name__", None) or str(name)
     if wanted not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    if kv_cache not in (None, "int8"):
+        raise ValueError(f'kv_cache must be None or "int8", got {kv_cache!r}')
+    bits = _bits(quantize)
     build = _builder(drafter)
     if mesh is not None:
         mesh = sharding.auto(mesh)
-    loaded = _read(target, jnp.dtype(wanted), mesh)
-    made, weights = build(_Target(loaded, jnp.dtype(wanted), mesh))
+    how = _How(jnp.dtype(wanted), mesh, bits, kv_cache)
+    loaded = _read(target, how)
+    made, weights = build(_Target(loaded, how))
     return Params(
         target=loaded.weights,
         draft=weights,
@@ -100,11 +122,21 @@ def load(
     )
 
 
-def _read(source: str | os.PathLike[str], dtype: jnp.dtype, mesh: Mesh | None) -> _Loaded:
-    """Reads one tensor at a time and puts it where it belongs."""
-    checkpoint = checkpoints.read(source, dtype)
-    model = decoder_model(checkpoint.config)
-    axes = dict(model.logical_axes)
+def _bits(quantize: Any) -> int | None:
+    if quantize is None:
+        return None
+    if not isinstance(quantize, str) or quantize not in BITS:
+        raise ValueError(
+            f"quantize must be None or one of {', '.join(map(repr, BITS))}, got {quantize!r}"
+        )
+    return BITS[quantize]
+
+
+def _read(source: str | os.PathLike[str], how: _How) -> _Loaded:
+    """Reads one tensor at a time, rounds it if wanted, and puts it where it belongs."""
+    checkpoint = checkpoints.read(source, how.dtype)
+    model = decoder_model(checkpoint.config, kv_cache=how.kv_cache)
+    mesh, axes = how.mesh, dict(model.logical_axes)
     weights: dict[Any, Any] = {}
     for dotted, read in checkpoint.weights.items():
         path = tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
@@ -114,11 +146,20 @@ def _read(source: str | os.PathLike[str], dtype: jnp.dtype, mesh: Mesh | None) -
         else:
             where = NamedSharding(mesh, sharding.spec(axes[path], array.shape, mesh))
             leaf = jax.device_put(array, where)
+        if how.bits is not None:
+            leaf = _rounded(path, leaf, how.bits)
         node = weights
         for part in path[:-1]:
             node = node.setdefault(part, {})
         node[path[-1]] = leaf
+    if mesh is not None:
+        weights = sharding.place(model, weights, mesh)
     return _Loaded(model, weights, checkpoint.config, checkpoint)
+
+
+def _rounded(path: tuple[Any, ...], leaf: Any, bits: int) -> Any:
+    """A weight in fewer bits, computed before the next one is read: two at a time would add up."""
+    return jax.block_until_ready(quantize_weight(path, leaf, bits))
 
 
 # --- drafters --------------------------------------------------------------------------------
@@ -145,31 +186,56 @@ def _draft_model(
     *,
     model: str | os.PathLike[str] | None = None,
     draft_layers: int | None = None,
+    quantize: str | None = None,
     num_speculative_tokens: int = 4,
 ) -> _Build:
-    if (model is None) == (draft_layers is None):
+    given = (model is not None) + (draft_layers is not None)
+    if given == 2 or (given == 0 and quantize is None):
         raise ValueError(
             'drafter "draft_model" needs one of "model" (a checkpoint) and "draft_layers" (how '
-            f"many of the target's first layers), got model={model!r}, draft_layers={draft_layers}"
+            'many of the target\'s first layers), or "quantize" alone (the target itself, in fewer '
+            f"bits), got model={model!r}, draft_layers={draft_layers}"
         )
-
+    bits = _bits(quantize)
     if model is not None:
         _check_draft_exists(model)
-    elif not isinstance(draft_layers, int) or isinstance(draft_layers, bool):
+    elif draft_layers is not None and (
+        not isinstance(draft_layers, int) or isinstance(draft_layers, bool)
+    ):
         raise ValueError(f"draft_layers must be an integer, got {draft_layers!r}")
 
     def build(target: _Target) -> tuple[Drafter, PyTree]:
-        if draft_layers is not None:
-            config, weights = first_layers(
-                target.loaded.config, target.loaded.weights, draft_layers
-            )
-            return drafters.draft_model(decoder_model(config), num_speculative_tokens), weights
-        draft = _read(model, target.dtype, target.mesh)
+        if model is None:
+            config, weights = target.loaded.config, target.loaded.weights
+            if draft_layers is not None:
+                config, weights = first_layers(config, weights, draft_layers)
+            elif target.how.bits is not None and target.how.bits <= bits:
+                raise ValueError(
+                    f"the draft would be the target itself: quantize={quantize!r} of the drafter "
+                    "needs a target of more bits, or a draft_layers"
+                )
+            own = decoder_model(config, kv_cache=target.how.kv_cache)
+            if bits is not None:
+                weights = _in_bits(own, weights, bits, target.how.mesh)
+            return drafters.draft_model(own, num_speculative_tokens), weights
+        draft = _read(model, target.how._replace(bits=bits))
         ids = _vocabulary_map(draft, target.loaded)
         made = drafters.draft_model(draft.model, num_speculative_tokens, mapped=ids is not None)
         return made, draft.weights if ids is None else (draft.weights, ids)
 
     return build
+
+
+def _in_bits(model: Model, weights: PyTree, bits: int, mesh: Mesh | None) -> PyTree:
+    """Copies of those weights that have more bits, rounded one at a time; the others are shared."""
+
+    def convert(path: Any, leaf: Any) -> Any:
+        return _rounded(tuple(entry.key for entry in path), leaf, bits)
+
+    weights = jax.tree_util.tree_map_with_path(
+        convert, weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor)
+    )
+    return weights if mesh is None else sharding.place(model, weights, mesh)
 
 
 def _check_draft_exists(model: Any) -> None:

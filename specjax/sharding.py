@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import DictKey
 
 from specjax.types import Cache, Model, PyTree
 
@@ -55,7 +56,9 @@ def spec(axes: tuple[Axis, ...], shape: tuple[int, ...], mesh: Mesh) -> Partitio
     for axis, size in zip(axes, shape, strict=True):
         name, unit = axis if isinstance(axis, tuple) else (axis, 1)
         target = None if name is None else RULES[name]
-        splits = target in mesh.shape and (size // unit) % mesh.shape[target] == 0
+        count = mesh.shape.get(target)
+        # A part of a weight, such as its scales, may be smaller than a unit.
+        splits = count is not None and size % count == 0 and (size // unit) % count == 0
         parts.append(target if splits else None)
     return PartitionSpec(*parts)
 
@@ -79,7 +82,8 @@ def place(model: Model, weights: PyTree, mesh: Mesh) -> PyTree:
     axes = dict(model.logical_axes)
 
     def put(path: Any, leaf: Any) -> Any:
-        names = axes[tuple(entry.key for entry in path)]
+        # The parts of a record that stands for a weight have the weight's axes.
+        names = axes[tuple(entry.key for entry in path if isinstance(entry, DictKey))]
         return jax.device_put(leaf, NamedSharding(mesh, spec(names, leaf.shape, mesh)))
 
     return jax.tree_util.tree_map_with_path(put, weights)

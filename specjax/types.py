@@ -88,7 +88,8 @@ class Cache:
     """Keys and values of committed tokens. Slots at or beyond `lengths` hold no meaning.
 
     G, S and D may differ by layer. In a ring the token at position p lies in slot p mod S, and
-    only the last ones are held.
+    only the last ones are held. What is `[B, G, S, D]` may also be a record with a shape, of arrays
+    `[B, G, S, ...]` (rounded elements and their scales); a block then holds the same.
     """
 
     keys: tuple[Array, ...]  # L x [B, G, S, D]
@@ -323,9 +324,11 @@ def check_block(x: Block, cache: Cache, tokens: int) -> None:
     """Asserts that a `Block` of so many tokens a row fits a cache."""
     for layers, slots in ((x.keys, cache.keys), (x.values, cache.values)):
         chex.assert_equal(len(layers), len(slots))
-        for array, held in zip(layers, slots, strict=True):
-            batch, groups, _, size = held.shape
-            chex.assert_shape(array, (batch, groups, tokens, size))
+        for new, held in zip(layers, slots, strict=True):
+            chex.assert_trees_all_equal_structs(new, held)
+            for array, into in zip(jax.tree.leaves(new), jax.tree.leaves(held), strict=True):
+                batch, groups, _, size = into.shape
+                chex.assert_shape(array, (batch, groups, tokens, size))
 
 
 def check_proposal(x: Proposal, dims: Mapping[str, int]) -> None:

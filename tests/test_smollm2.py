@@ -96,3 +96,23 @@ def test_bfloat16(reference):
     assert memory.temp_size_in_bytes < 25e6
     result = compiled(job.params, job.request, job.prompt)
     assert emitted(result) == case["greedy_ids"][:clear]
+
+
+def _same_with_int8(params: specjax.Params, cases: list[dict], tokens: int) -> int:
+    """Of how many prompts int8 weights give the reference's text; their share of the bytes."""
+    small = specjax.load("smollm2-135m", dtype="float32", quantize="int8")
+    size = lambda weights: sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    assert size(small.target) <= 0.3 * size(params.target)
+    prompts = [case["prompt_ids"] for case in cases]
+    out = specjax.decode(small, prompts, max_new_tokens=tokens)
+    return sum(emitted(out, row) == case["greedy_ids"][:tokens] for row, case in enumerate(cases))
+
+
+def test_int8_weights(params, reference):
+    cases = sorted(reference["cases"], key=lambda c: len(c["prompt_ids"]))[:2]
+    assert _same_with_int8(params, cases, 16) == 2
+
+
+@pytest.mark.slow
+def test_int8_weights_on_all_cases(params, reference):
+    assert _same_with_int8(params, reference["cases"], 32) >= 9
