@@ -165,7 +165,7 @@ def flag(source: Mapping[str, Any], key: str, default: bool) -> bool:
     Args:
       source: a parsed config.json, or GGUF metadata.
       key: the key to read.
-      default: what a missing key means for this family.
+      default: what a missing key, or null, means for this family.
 
     Returns:
       Its value.
@@ -173,7 +173,7 @@ def flag(source: Mapping[str, Any], key: str, default: bool) -> bool:
     Raises:
       ValueError: the value is not a boolean.
     """
-    value = source.get(key, default)
+    value = default if source.get(key) is None else source[key]
     if not isinstance(value, bool):
         raise ValueError(f"{key} is {value!r}; wanted true or false. Correct the checkpoint.")
     return value

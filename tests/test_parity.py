@@ -89,6 +89,16 @@ def test_both_dialects_of_a_configuration_agree(shared, name):
     assert checkpoint.family.config_from_hf(json.loads(file.read_text())) == checkpoint.config
 
 
+def test_latent_attention_and_experts_on_a_mesh(shared):
+    folder = shared / "parity" / "mtp-deepseek-v3"
+    expected = np.load(folder / "expected.npz")
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    params = specjax.load(folder, "ngram", mesh=mesh, dtype="float32")
+    prompts = np.repeat(expected["input_ids"], 2, axis=0)
+    out = specjax.decode(params, prompts, max_new_tokens=32, eos_ids=[])
+    np.testing.assert_array_equal(out.tokens, np.tile(expected["generated_ids"], (2, 1)))
+
+
 def test_assisted_generation(shared):
     """A one-layer draft model: its logits, and the rounds that assisted generation takes."""
     folder = shared / "parity" / "assisted-llama"
