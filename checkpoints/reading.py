@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from specjax.checkpoints import registry
 from specjax.checkpoints.gguf_file import read_gguf
+from specjax.checkpoints.orbax_folder import is_orbax_folder, orbax_sources, read_orbax, restore
 from specjax.checkpoints.safetensors_folder import read_folder
 from specjax.checkpoints.tensors import StoredTensor, match
 from specjax.checkpoints.tokenizer import (
@@ -27,7 +30,13 @@ from specjax.models.config import DecoderConfig
 from specjax.models.family import Family
 from specjax.models.naming import Layout, Source, sources
 
-__all__ = ["Checkpoint", "read"]
+__all__ = ["Checkpoint", "Place", "read"]
+
+
+class Place(Protocol):
+    """Reads one parameter straight to where it belongs."""
+
+    def __call__(self, key: str, where: jax.sharding.Sharding, /) -> jax.Array: ...
 
 
 class Checkpoint(NamedTuple):
@@ -35,12 +44,13 @@ class Checkpoint(NamedTuple):
 
     name: str
     path: Path
-    family: Family
+    family: Family | None  # None: a folder of `specjax.save` whose family is not known
     config: DecoderConfig
     weights: Mapping[str, Callable[[], np.ndarray]]  # parameter path -> reads one array
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]  # empty when the checkpoint declares none
     pad_id: int
+    place: Place | None = None  # if the format can read each device's part alone
 
 
 def read(name_or_path: str | os.PathLike[str], dtype: Any = None) -> Checkpoint:
@@ -51,7 +61,8 @@ def read(name_or_path: str | os.PathLike[str], dtype: Any = None) -> Checkpoint:
     reads the next never holds a second copy.
 
     Args:
-      name_or_path: a registry name, a Hugging Face checkpoint folder or a GGUF file.
+      name_or_path: a registry name, a Hugging Face checkpoint folder, a GGUF file or a folder that
+        `specjax.save` wrote.
       dtype: of the weights. None keeps the stored type of a folder, and is float32 for a GGUF file.
 
     Returns:
@@ -73,7 +84,29 @@ def read(name_or_path: str | os.PathLike[str], dtype: Any = None) -> Checkpoint:
     own = path.resolve().name if path.is_dir() else path.stem
     name = os.fspath(name_or_path) if known else own
     wanted = None if dtype is None else np.dtype(dtype)
+    if is_orbax_folder(path):
+        return _read_orbax(path, wanted)
     return _read_folder(path, name, wanted) if path.is_dir() else _read_gguf(path, name, wanted)
+
+
+def _read_orbax(path: Path, dtype: np.dtype | None) -> Checkpoint:
+    folder = read_orbax(path)
+    header = folder.header
+    wanted = orbax_sources(folder)
+    found = match(wanted, folder.tensors, lambda name: False, path)
+    weights = {key: functools.partial(_load, found[key], wanted[key], dtype) for key in found}
+    tokenizer = tokenizer_from_folder(path)
+    bos = None if tokenizer is None else tokenizer.ids.bos
+    ids = SpecialIds(bos, header.eos_ids, header.pad_id)
+    if tokenizer is not None:
+        tokenizer = dataclasses.replace(tokenizer, ids=ids)
+
+    def place(key: str, where: jax.sharding.Sharding) -> jax.Array:
+        return restore(path, key, where, None if wanted[key].exact else dtype)
+
+    family = None if header.model_type is None else families.by_model_type(header.model_type)
+    made = _checkpoint(path, header.name, family, header.config, weights, tokenizer, ids)
+    return made._replace(place=place)
 
 
 def _read_folder(path: Path, name: str, dtype: np.dtype | None) -> Checkpoint:
@@ -111,7 +144,7 @@ def _read_gguf(path: Path, name: str, dtype: np.dtype | None) -> Checkpoint:
 def _checkpoint(
     path: Path,
     name: str,
-    family: Family,
+    family: Family | None,
     config: DecoderConfig,
     weights: Mapping[str, Callable[[], np.ndarray]],
     tokenizer: Tokenizer | None,

@@ -13,12 +13,20 @@ import numpy as np
 
 from specjax.checkpoints.tensors import StoredTensor, read_bytes
 
-__all__ = ["SafetensorsFolder", "read_folder", "read_json", "read_safetensors"]
+__all__ = [
+    "DTYPES",
+    "INDEX",
+    "SINGLE",
+    "SafetensorsFolder",
+    "read_folder",
+    "read_json",
+    "read_safetensors",
+]
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _AGAIN = "The file is damaged or incomplete: download it again."
 # bfloat16 is no dtype of NumPy's own; JAX brings it.
-_DTYPES = {
+DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -54,9 +62,9 @@ def read_folder(path: Path) -> SafetensorsFolder:
       ValueError: a file is damaged, or the index and the shards disagree.
     """
     config = read_json(path / "config.json")
-    if (path / _SINGLE).is_file():
-        return SafetensorsFolder(path, config, read_safetensors(path / _SINGLE))
-    if (path / _INDEX).is_file():
+    if (path / SINGLE).is_file():
+        return SafetensorsFolder(path, config, read_safetensors(path / SINGLE))
+    if (path / INDEX).is_file():
         return SafetensorsFolder(path, config, _read_shards(path))
     pickles = sorted(file.name for file in path.glob("*.bin"))
     hint = (
@@ -65,7 +73,7 @@ def read_folder(path: Path) -> SafetensorsFolder:
         if pickles
         else " Download the checkpoint again, with its weights."
     )
-    raise FileNotFoundError(f"{path}: has neither {_SINGLE} nor {_INDEX}.{hint}")
+    raise FileNotFoundError(f"{path}: has neither {SINGLE} nor {INDEX}.{hint}")
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
@@ -134,7 +142,7 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
 
 
 def _read_shards(folder: Path) -> dict[str, StoredTensor]:
-    index = folder / _INDEX
+    index = folder / INDEX
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: has no weight_map. {_AGAIN}")
@@ -145,13 +153,13 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"{index}: names the shard {shard!r}; wanted a plain file name.")
         if not (folder / shard).is_file():
             raise FileNotFoundError(
-                f"{folder / shard}: is missing, but {_INDEX} names it. Download the missing shard."
+                f"{folder / shard}: is missing, but {INDEX} names it. Download the missing shard."
             )
         shards[shard] = read_safetensors(folder / shard)
     for name, shard in weight_map.items():
         if name not in shards[shard]:
             raise ValueError(
-                f"{folder / shard}: has no tensor {name}, but {_INDEX} says so. Take the index and "
+                f"{folder / shard}: has no tensor {name}, but {INDEX} says so. Take the index and "
                 "the shards from the same release."
             )
     tensors: dict[str, StoredTensor] = {}
@@ -159,7 +167,7 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
         for name, tensor in content.items():
             if weight_map.get(name) != shard:
                 raise ValueError(
-                    f"{folder / shard}: has the tensor {name}, which {_INDEX} places in "
+                    f"{folder / shard}: has the tensor {name}, which {INDEX} places in "
                     f"{weight_map.get(name)!r}. Take the index and the shards from one release."
                 )
             tensors[name] = tensor
@@ -170,18 +178,18 @@ def _tensor(path: Path, name: str, info: Any, start: int, size: int) -> StoredTe
     if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= set(info):
         raise ValueError(f"{path}: the header entry of {name} is {info!r}. {_AGAIN}")
     kind, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
-    if kind not in _DTYPES:
+    if kind not in DTYPES:
         raise ValueError(
-            f"{path}: the tensor {name} has the type {kind!r}; supported: {', '.join(_DTYPES)}. "
+            f"{path}: the tensor {name} has the type {kind!r}; supported: {', '.join(DTYPES)}. "
             "Take a checkpoint in one of these."
         )
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         raise ValueError(f"{path}: the header entry of {name} is {info!r}. {_AGAIN}")
     begin, end = offsets
-    if end - begin != math.prod(shape) * _DTYPES[kind].itemsize:
+    if end - begin != math.prod(shape) * DTYPES[kind].itemsize:
         raise ValueError(
             f"{path}: the tensor {name} of shape {shape} and type {kind} has {end - begin} bytes, "
-            f"wanted {math.prod(shape) * _DTYPES[kind].itemsize}. {_AGAIN}"
+            f"wanted {math.prod(shape) * DTYPES[kind].itemsize}. {_AGAIN}"
         )
     if start + end > size:
         raise ValueError(
@@ -199,4 +207,4 @@ def _naturals(value: Any) -> bool:
 
 
 def _decode(path: Path, begin: int, length: int, kind: str, shape: tuple[int, ...]) -> np.ndarray:
-    return read_bytes(path, begin, length).view(_DTYPES[kind]).reshape(shape)
+    return read_bytes(path, begin, length).view(DTYPES[kind]).reshape(shape)

@@ -21,6 +21,7 @@ from specjax.checkpoints import chat, vocabulary
 from specjax.checkpoints.safetensors_folder import read_json
 
 __all__ = [
+    "PRE_TOKENIZERS",
     "Detokenizer",
     "SpecialIds",
     "Tokenizer",
@@ -335,9 +336,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer | None:
             "Hugging Face checkpoint of this model, which has tokenizer.json."
         )
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in _PRE_TOKENIZERS:
+    if pre not in PRE_TOKENIZERS:
         raise ValueError(
-            f"tokenizer.ggml.pre is {pre!r}; supported: {', '.join(_PRE_TOKENIZERS)}. Use the "
+            f"tokenizer.ggml.pre is {pre!r}; supported: {', '.join(PRE_TOKENIZERS)}. Use the "
             "Hugging Face checkpoint of this model, which has tokenizer.json."
         )
     tokens, kinds = _table(metadata, "tokens"), metadata.get("tokenizer.ggml.token_type")
@@ -355,7 +356,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer | None:
             vocab=vocab, merges=_merges(_table(metadata, "merges"), vocab), ignore_merges=llama3
         )
     )
-    backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
     backend.decoder = decoders.ByteLevel()
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
@@ -439,7 +440,7 @@ def _default() -> pre_tokenizers.PreTokenizer:
 
 
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
-_PRE_TOKENIZERS = {
+PRE_TOKENIZERS = {
     "default": _default,
     "gpt-2": _gpt2,
     "smollm": _smollm,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specjax.accept import accept_and_resample
+    from specjax.checkpoints import save
     from specjax.decoding import decode, stream_tokens
     from specjax.draft import draft_step
     from specjax.loading import load
@@ -44,6 +45,7 @@ __all__ = [
     "draft_step",
     "generate",
     "load",
+    "save",
     "stream",
     "stream_tokens",
     "verify_step",
@@ -60,6 +62,7 @@ _HOMES = {
     "generate": "text",
     "load": "loading",
     "Sampling": "sampling",
+    "save": "checkpoints",
     "stream": "text",
     "stream_tokens": "decoding",
     "verify_step": "verify",

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from specjax import checkpoints, drafters, sharding
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import decoder_model, first_layers
+from specjax.models.naming import parameters
 from specjax.models.quantized import BITS, QuantizedTensor, quantize_weight
 from specjax.types import Drafter, Model, Params, PyTree
 
@@ -66,8 +67,8 @@ def load(
     """Loads a model to decode with, and what drafts for it.
 
     Args:
-      target: a registry name (`specjax models` lists them), a Hugging Face checkpoint folder, or a
-        GGUF file.
+      target: a registry name (`specjax models` lists them), a Hugging Face checkpoint folder, a
+        GGUF file, or a folder that `specjax.save` wrote.
       drafter: None for plain decoding; a method's name (`"ngram"`); a checkpoint, which becomes a
         draft model; a `Drafter`; or a dict, e.g.
         `{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}`,
@@ -137,15 +138,16 @@ def _read(source: str | os.PathLike[str], how: _How) -> _Loaded:
     checkpoint = checkpoints.read(source, how.dtype)
     model = decoder_model(checkpoint.config, kv_cache=how.kv_cache)
     mesh, axes = how.mesh, dict(model.logical_axes)
+    shapes = parameters(checkpoint.config)
     weights: dict[Any, Any] = {}
     for dotted, read in checkpoint.weights.items():
         path = tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
-        array = read()
         if mesh is None:
-            leaf = jnp.asarray(array)
+            leaf = jnp.asarray(read())
         else:
-            where = NamedSharding(mesh, sharding.spec(axes[path], array.shape, mesh))
-            leaf = jax.device_put(array, where)
+            where = NamedSharding(mesh, sharding.spec(axes[path], shapes[dotted], mesh))
+            place = checkpoint.place
+            leaf = jax.device_put(read(), where) if place is None else place(dotted, where)
         if how.bits is not None:
             leaf = _rounded(path, leaf, how.bits)
         node = weights
