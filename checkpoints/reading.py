@@ -16,7 +16,7 @@ from specjax.checkpoints import registry
 from specjax.checkpoints.gguf_file import read_gguf
 from specjax.checkpoints.orbax_folder import is_orbax_folder, orbax_sources, read_orbax, restore
 from specjax.checkpoints.safetensors_folder import read_folder
-from specjax.checkpoints.tensors import StoredTensor, match
+from specjax.checkpoints.tensors import StoredTensor, aligned, match
 from specjax.checkpoints.tokenizer import (
     SpecialIds,
     Tokenizer,
@@ -200,7 +200,7 @@ def _load(tensors: tuple[StoredTensor, ...], source: Source, dtype: np.dtype | N
     if not source.stacked:
         return first
     # One part after the other, so that never all of them are held twice.
-    whole = np.empty((len(tensors), *first.shape), first.dtype)
+    whole = aligned((len(tensors), *first.shape), first.dtype)
     whole[0] = first
     for i, tensor in enumerate(tensors[1:], 1):
         whole[i] = read(tensor)

@@ -6,15 +6,16 @@ complains about everything that does not fit before the first byte of a weight i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specjax.models.naming import Source
 
-__all__ = ["StoredTensor", "match", "read_bytes"]
+__all__ = ["StoredTensor", "aligned", "match", "read_bytes"]
 
 
 class StoredTensor(NamedTuple):
@@ -27,6 +28,7 @@ class StoredTensor(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
+_ALIGNMENT = 64
 _NOT_WEIGHTS = frozenset("BOOL I8 I16 I32 I64 U8 U16 U32 U64".split())
 
 
@@ -97,13 +99,32 @@ def read_bytes(file: Path, offset: int, count: int) -> np.ndarray:
     Raises:
       ValueError: the file ends before the range does.
     """
-    data = np.fromfile(file, dtype=np.uint8, count=count, offset=offset)
-    if data.size != count:
+    data = aligned((count,), np.uint8)
+    with file.open("rb") as opened:
+        opened.seek(offset)
+        read = opened.readinto(data)
+    if read != count:
         raise ValueError(
-            f"{file}: ends at byte {offset + data.size}, wanted {offset + count}. The file changed "
+            f"{file}: ends at byte {offset + read}, wanted {offset + count}. The file changed "
             "while it was read: load it again."
         )
     return data
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Fresh memory that XLA's CPU backend takes over as it is, where it would copy any other.
+
+    Args:
+      shape: of the array.
+      dtype: of the array.
+
+    Returns:
+      An array with any values.
+    """
+    count = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.empty(count + _ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT
+    return room[start : start + count].view(dtype).reshape(shape)
 
 
 def _and_more(names: list[str]) -> str:

@@ -143,13 +143,14 @@ def _read(source: str | os.PathLike[str], how: _How) -> _Loaded:
     for dotted, read in checkpoint.weights.items():
         path = tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
         if mesh is None:
-            leaf = jnp.asarray(read())
+            leaf = jax.device_put(read())
         else:
             where = NamedSharding(mesh, sharding.spec(axes[path], shapes[dotted], mesh))
             place = checkpoint.place
             leaf = jax.device_put(read(), where) if place is None else place(dotted, where)
         if how.bits is not None:
             leaf = _rounded(path, leaf, how.bits)
+        leaf.block_until_ready()  # else a queue of copies could hold many tensors twice
         node = weights
         for part in path[:-1]:
             node = node.setdefault(part, {})

@@ -10,13 +10,23 @@ import pytest
 
 import specjax
 from specjax import decoding, drafters
+from specjax.models.config import RopeConfig
 from specjax.models.decoder import decoder_model, first_layers, random_weights
 from specjax.types import Params
 from tests import tiny
 
 WINDOW, NEW, DEPTH = 8, 40, 6
 RING = 256  # window and a chunk of the prompt, in whole steps of 128
-CONFIG = dataclasses.replace(tiny.CONFIG, windows=(WINDOW, None))
+CONFIG = dataclasses.replace(  # with all else that Gemma's layers have
+    tiny.CONFIG,
+    windows=(WINDOW, None),
+    local_rope=RopeConfig(theta=100.0),
+    attention_softcap=5.0,
+    logit_softcap=10.0,
+    qk_norm=True,
+    post_norms=True,
+    norm_offset=1.0,
+)
 LENGTHS = (3, 140, 300)
 
 
