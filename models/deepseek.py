@@ -28,10 +28,11 @@ __all__ = ["DEEPSEEK_V3"]
 
 _KEYS = frozenset(
     """
-    attention_bias ep_size first_k_dense_replace kv_lora_rank moe_intermediate_size moe_layer_freq
+    attention_bias aux_loss_alpha ep_size first_k_dense_replace kv_lora_rank moe_intermediate_size
+    moe_layer_freq
     n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok num_local_experts
     num_nextn_predict_layers q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim
-    rope_interleave routed_scaling_factor scoring_func topk_group topk_method v_head_dim
+    rope_interleave routed_scaling_factor scoring_func seq_aux topk_group topk_method v_head_dim
     """.split()
 )
 

@@ -172,7 +172,11 @@ YARN = {"type": "yarn", "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 2.0}
         ),
         (
             "deepseek_v3",
-            {"auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"}},
+            {
+                "auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"},
+                "aux_loss_alpha": 0.001,
+                "seq_aux": True,
+            },
             {"output_bias": False},
         ),
         ("gpt2", {}, {"intermediate_size": 128, "rope": None, "tie_embeddings": True}),
