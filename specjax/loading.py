@@ -150,7 +150,7 @@ def _read(source: str | os.PathLike[str], how: _How) -> _Loaded:
             leaf = jax.device_put(read(), where) if place is None else place(dotted, where)
         if how.bits is not None:
             leaf = _rounded(path, leaf, how.bits)
-        leaf.block_until_ready()  # else a queue of copies could hold many tensors twice
+        jax.block_until_ready(leaf)  # else a queue of copies could hold many tensors twice
         node = weights
         for part in path[:-1]:
             node = node.setdefault(part, {})
