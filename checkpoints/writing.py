@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,6 +34,7 @@ from specjax.types import Params
 __all__ = ["FORMATS", "convert", "save"]
 
 FORMATS = ("safetensors", "orbax", "gguf")
+_NUMBER = re.compile(r"\d+")
 _FLOATS = ("float32", "bfloat16", "float16")
 # Beside the weights of a Hugging Face folder.
 _TEXT_FILES = """
@@ -132,14 +134,15 @@ def convert(
     if dtype is not None and dtype not in known:
         raise ValueError(f"dtype must be one of {', '.join(known)} for {to}, got {dtype!r}")
     path = Path(destination).expanduser()
-    plain = None if dtype not in _FLOATS else dtype
+    # GGUF rounds what it writes by itself, and not every tensor.
+    plain = None if to == "gguf" else dtype
     checkpoint = read(source, plain)
     if to == "orbax":
         _to_orbax(checkpoint, path)
         return path
     with unfinished(path) as made:
         if to == "gguf":
-            write_gguf(made, checkpoint, dtype, _types(checkpoint, plain))
+            write_gguf(made, checkpoint, dtype, _types(checkpoint, None))
         elif _is_hf(checkpoint.path):
             made.mkdir()
             _copy_folder(checkpoint, made, plain, shard_bytes)
@@ -160,8 +163,9 @@ def _copy_folder(checkpoint: Checkpoint, made: Path, dtype: str | None, shard_by
     """Every tensor under its own name, also those that no parameter is made of."""
     source = checkpoint.path
     layout = checkpoint.family.hf
+    # By names without numbers: layers behind the last, which predict further tokens, count, too.
     exact = {
-        name
+        _NUMBER.sub("", name)
         for entry in sources(checkpoint.config, layout).values()
         if entry.exact
         for name in entry.names
@@ -171,7 +175,11 @@ def _copy_folder(checkpoint: Checkpoint, made: Path, dtype: str | None, shard_by
     for name, tensor in folder.tensors.items():
         stored = DTYPES[tensor.kind]
         casts = dtype is not None and jnp.issubdtype(stored, jnp.floating)
-        wanted = np.dtype(dtype) if casts and layout.rename(name) not in exact else stored
+        wanted = (
+            np.dtype(dtype)
+            if casts and _NUMBER.sub("", layout.rename(name)) not in exact
+            else stored
+        )
         cast = functools.partial(_cast, tensor.read, wanted)
         tensors.append(Outgoing(name, tensor.shape, wanted, cast))
     write_shards(made, tensors, shard_bytes)
