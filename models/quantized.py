@@ -181,7 +181,12 @@ def empty_slots(shape: tuple[int, ...], dtype: Any, bits: int | None) -> Array |
 
 
 def stored_like(slots: Array | QuantizedTensor, new: Array) -> Array | QuantizedTensor:
-    """Keys or values `[B, G, T, D]` in the form in which a cache holds them."""
+    """Keys or values `[B, G, T, D]` in the form in which a cache holds them.
+
+    What is not finite is held as 0: a token that is masked has weight 0 elsewhere, and 0 * NaN
+    would spread. The token's own state stays as it is, so that its logits tell.
+    """
+    new = jnp.where(jnp.isfinite(new), new, 0)
     if isinstance(slots, QuantizedTensor):
         return quantize(new.astype(slots.dtype), slots.bits)
     return new.astype(slots.dtype)

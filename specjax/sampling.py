@@ -107,6 +107,8 @@ def _scaled(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
     # Shifted first: a tiny temperature then gives 0 and -inf, never inf - inf.
     shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     scaled = shifted / jnp.where(greedy, 1.0, temperature)
+    # A compiler may multiply by 1 / temperature, and -inf * 0 is NaN where that underflows.
+    scaled = jnp.where(shifted == -jnp.inf, -jnp.inf, scaled)
     if sampling.top_k is not None:
         fields = sampling.top_k, sampling.top_p, sampling.min_p
         scaled = truncate(scaled, *(_per_row(x, logits.ndim) for x in fields))

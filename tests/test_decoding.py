@@ -11,6 +11,7 @@ import pytest
 
 import specjax
 from specjax import Sampling, Status, decoding, drafters
+from specjax.models import decoder
 from specjax.models.decoder import decoder_model, first_layers, random_weights
 from tests import tiny
 from tests.tiny import emitted
@@ -185,6 +186,19 @@ def test_nonfinite_logits_end_their_row_only():
     np.testing.assert_array_equal(out.lengths, [8, 0])
 
 
+def test_nan_of_padding_and_of_rejected_drafts_stays_where_it_is():
+    """Neither a prompt's padding nor a draft that fails ends a row that plain decoding runs."""
+    params, prompt = tiny.params(), [1, 2, 3]
+    text = emitted(specjax.decode(params, prompt, max_new_tokens=8))
+    table = params.target["embed"]["weight"].at[jnp.array([0, 50])].set(jnp.nan)
+    assert not {0, 50} & set(text)
+    broken = params.replace(target=params.target | {"embed": {"weight": table}})
+    wrong = broken.replace(drafter=tiny.oracle((*prompt, *[50] * 9), 4))
+    for made in (broken, wrong):
+        out = specjax.decode(made, prompt, max_new_tokens=8)
+        assert (emitted(out), int(out.status[0])) == (text, Status.LENGTH)
+
+
 def test_a_draft_without_a_law_is_not_tried():
     """NaN in the draft's weights: nothing is accepted, and sampled rows keep the target's law.
 
@@ -340,9 +354,9 @@ def test_the_loop_copies_no_cache_and_calls_no_host(drafter, batch, dtype):
 def test_copies_would_be_seen(monkeypatch):
     """Without the tie between a pass and its block, the program does copy, and this finds it."""
     monkeypatch.setattr("specjax.models.decoder._after", lambda hidden, block: block)
-    decoder_model.cache_clear()
+    decoder._decoder_model.cache_clear()
     try:
         copies, _ = _cache_copies(_deep.__wrapped__("plain"), 1)
     finally:
-        decoder_model.cache_clear()
+        decoder._decoder_model.cache_clear()
     assert copies

@@ -21,7 +21,7 @@ def test_mixed_rows():
     np.testing.assert_allclose(probs[3], [0, 1, 0])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-8, 1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e-8, 1e-3, 1.0, 100.0, 3e38])
 def test_banned_tokens_and_ties_give_no_nan(temperature):
     logits = jnp.array([[1e4, 1e4, -jnp.inf], [-jnp.inf, -5.0, -jnp.inf]])
     probs = sampling.distribution(logits, Sampling(temperature=temperature))
@@ -30,6 +30,8 @@ def test_banned_tokens_and_ties_give_no_nan(temperature):
     np.testing.assert_allclose(probs[1], [0, 1, 0])
     expected = [1, 0, 0] if temperature == 0 else [0.5, 0.5, 0]  # greedy takes the first
     np.testing.assert_allclose(probs[0], expected, atol=1e-6)
+    in_jit = jax.jit(sampling.distribution)(logits, Sampling(temperature=temperature))
+    np.testing.assert_allclose(in_jit, probs, atol=1e-6)
 
 
 def test_probability_of_one_token():
