@@ -195,6 +195,11 @@ def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         words[token["id"]] = token["content"]
         kinds[token["id"]] = _CONTROL if token["special"] else _USER_DEFINED
     merges = content["model"]["merges"]
+    if not merges:
+        raise ValueError(
+            "the tokenizer has no merges, and a GGUF file cannot hold an empty list. Use --to "
+            "safetensors or --to orbax."
+        )
     before, after = _ends(tokenizer)
     metadata = {
         "tokenizer.ggml.model": "gpt2",

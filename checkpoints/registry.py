@@ -14,20 +14,27 @@ __all__ = ["Availability", "Entry", "available", "entries", "resolve"]
 
 
 class Entry(NamedTuple):
-    """One named checkpoint: where its weights come from."""
+    """One named checkpoint: where its weights come from. It has a `package` or is on the hub."""
 
     name: str
     summary: str
-    package: str
-    module: str
-    file: str
     licence: str
-    install: str
     note: str
+    drafters: tuple[str, ...] = ()  # published for it, ids of the Hugging Face hub
+    package: str = ""
+    module: str = ""
+    file: str = ""
+    install: str = ""
+    hub: str = ""  # id of the Hugging Face hub
+
+    @property
+    def how_to_get(self) -> str:
+        """What to type."""
+        return self.install or f"hf download {self.hub} --local-dir DIR, then load DIR"
 
 
 class Availability(NamedTuple):
-    """An entry, and where it lies; None when it is not installed."""
+    """An entry, and where it lies; None when it is not on this machine."""
 
     entry: Entry
     path: Path | None
@@ -41,7 +48,10 @@ def entries() -> dict[str, Entry]:
       Name -> entry.
     """
     text = resources.files("specjax.checkpoints").joinpath("registry.toml").read_text("utf-8")
-    return {name: Entry(name=name, **fields) for name, fields in tomllib.loads(text).items()}
+    return {
+        name: Entry(name=name, **fields | {"drafters": tuple(fields.get("drafters", ()))})
+        for name, fields in tomllib.loads(text).items()
+    }
 
 
 def available() -> list[Availability]:
@@ -57,25 +67,27 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     """Finds a checkpoint by its registry name or its path.
 
     Args:
-      name_or_path: a name of the registry, which goes first, or an existing file or folder.
+      name_or_path: a name of the registry, which goes first if its checkpoint is on this machine,
+        or an existing file or folder.
 
     Returns:
       The file or folder.
 
     Raises:
-      FileNotFoundError: the named checkpoint is not installed, or there is no such name and no
-        such path.
+      FileNotFoundError: the named checkpoint is not on this machine, or there is no such name and
+        no such path.
     """
     name = os.fspath(name_or_path)
+    path = Path(name).expanduser()
     if name in entries():
         entry = entries()[name]
-        path = _locate(entry)
-        if path is None:
+        found = _locate(entry)
+        if found is not None:
+            return found
+        if not path.exists():
             raise FileNotFoundError(
-                f"the checkpoint {name} is not on this machine; get it with: {entry.install}"
+                f"the checkpoint {name} is not on this machine; get it with: {entry.how_to_get}"
             )
-        return path
-    path = Path(name).expanduser()
     if not path.exists():
         raise FileNotFoundError(
             f"{name!r} is neither a known checkpoint nor an existing path; known: "
@@ -86,6 +98,21 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
 
 
 def _locate(entry: Entry) -> Path | None:
+    return _in_hub_cache(entry.hub) if entry.hub else _in_package(entry)
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    """Where `hf download` without a folder has put a repository."""
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    folder = cache / f"models--{name.replace('/', '--')}"
+    if not (folder / "refs" / "main").is_file():
+        return None
+    snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text("utf-8").strip()
+    return snapshot if (snapshot / "config.json").is_file() else None
+
+
+def _in_package(entry: Entry) -> Path | None:
     spec = importlib.util.find_spec(entry.module)
     if spec is None or spec.submodule_search_locations is None:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import specjax
-from specjax import accept, cli, drafters, stopping
+from specjax import accept, checkpoints, cli, drafters, stopping
 from specjax.accept.names import RULES
 from specjax.checkpoints.registry import Availability, entries
 from specjax.cli import process, running, showing
@@ -98,7 +99,7 @@ def flat(text: str) -> str:
 
 
 def test_help(invoke):
-    assert {"generate", "demo", "models"} <= set(flat(invoke("--help").output).split())
+    assert {"generate", "demo", "models", "convert"} <= set(flat(invoke("--help").output).split())
     text = flat(invoke("generate", "--help").output)
     assert "standard error" in text
     options = (
@@ -119,7 +120,7 @@ def test_models(invoke):
     text = flat(invoke("models").stdout)
     for word in ("smollm2-135m", "Apache-2.0", "Hugging Face folder", "GGUF file", "llama"):
         assert word in text
-    assert "draft_model model, draft_layers, num_speculative_tokens" in text
+    assert "draft_model model, draft_layers, quantize, num_speculative_tokens" in text
     assert all(f" {name} " in text for name in RULES)
     assert "typical_acceptance epsilon, delta, next_token" in text
 
@@ -129,6 +130,48 @@ def test_models_say_how_to_get_what_is_missing(invoke, monkeypatch):
     monkeypatch.setattr("specjax.checkpoints.available", lambda: [Availability(entry, None)])
     text = invoke("models").stdout
     assert all(word in flat(text) for word in entry.install.split())
+
+
+def test_models_of_the_hub_come_with_their_drafters(invoke):
+    text = flat(invoke("models").stdout)
+    for name, entry in entries().items():
+        assert f" {name} " in text
+        assert all(f" {word} " in text for word in (*entry.drafters, entry.hub) if word)
+
+
+# --- converting ------------------------------------------------------------------------------
+
+
+def test_convert(invoke, folder, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    for source, words, path in [
+        (folder, [], "folder"),
+        (folder, ["--to", "orbax", "--dtype", "bfloat16"], "saved"),
+        (str(bare), ["--to", "gguf", "--dtype", "q8_0"], "tiny.gguf"),
+    ]:
+        result = invoke("convert", source, str(tmp_path / path), *words)
+        assert result.exit_code == 0, result.output
+        assert re.fullmatch(rf"\S+{path}: [\d.]+ MB\n", result.stdout)
+        made, wanted = checkpoints.read(tmp_path / path), checkpoints.read(source)
+        assert (made.config, made.eos_ids) == (wanted.config, (256,))
+        assert made.tokenizer == wanted.tokenizer
+
+
+def test_convert_refuses_in_one_line(invoke, folder, tmp_path):
+    for words, message in [
+        ([folder, folder], "exists already and is not overwritten. Remove it"),
+        ([str(tmp_path / "none"), str(tmp_path / "there")], "neither a known checkpoint"),
+        ([folder, str(tmp_path / "there"), "--dtype", "q8_0"], "dtype must be one of float32"),
+        ([folder, str(tmp_path / "there"), "--to", "gguf"], "the tokenizer has no merges"),
+        (["qwen3-32b", str(tmp_path / "there")], "hf download Qwen/Qwen3-32B --local-dir DIR"),
+    ]:
+        result = invoke("convert", *words, env={"HF_HOME": str(tmp_path), "HF_HUB_CACHE": ""})
+        assert result.exit_code == 2
+        assert message in flat(result.stderr)
+        assert result.stderr.startswith("Error: ")
+        assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "there").exists()
 
 
 # --- errors ----------------------------------------------------------------------------------

@@ -174,3 +174,26 @@ def models() -> None:
 
     with process.errors_in_one_line():
         Console().print(loadable(available(), FAMILIES, METHODS, RULES))
+
+
+@app.command()
+def convert(
+    source: options.Source,
+    destination: options.Destination,
+    to: options.To = options.Format.safetensors,
+    dtype: options.StoredDtype = None,
+) -> None:
+    """Write a model in another format or type.
+
+    Nothing is overwritten. From a Hugging Face folder to another, config.json and the tokenizer
+    stay as they are.
+    """
+    from specjax import checkpoints
+
+    with process.errors_in_one_line():
+        path = checkpoints.convert(
+            source, destination, to=to.value, dtype=None if dtype is None else dtype.value
+        )
+        files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
+        size = sum(file.stat().st_size for file in files)
+        typer.echo(f"{path}: {size / 1e6:.1f} MB")

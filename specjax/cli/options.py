@@ -1,4 +1,4 @@
-"""The options of `generate`, one declaration each, in the panels that `--help` shows."""
+"""The options of the commands, one declaration each, in the panels that `--help` shows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import typer
 __all__ = [
     "Acceptance",
     "Compare",
+    "Destination",
     "DraftLayers",
     "Drafter",
     "Dtype",
     "DtypeOption",
+    "Format",
     "FrequencyPenalty",
     "IgnoreEos",
     "JsonSchema",
@@ -29,8 +31,11 @@ __all__ = [
     "Regex",
     "RepetitionPenalty",
     "Seed",
+    "Source",
     "Stop",
+    "StoredDtype",
     "Temperature",
+    "To",
     "TopK",
     "TopP",
 ]
@@ -61,7 +66,7 @@ Model = Annotated[
     str,
     typer.Option(
         metavar="MODEL",
-        help="A name that `specjax models` lists, a Hugging Face folder or a GGUF file.",
+        help="A name that `specjax models` lists, or the path of a model.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -268,5 +273,51 @@ JsonSchema = Annotated[
         help="The text must be JSON that satisfies this schema: a file, or a JSON text that "
         "starts with {.",
         rich_help_panel=_GRAMMAR,
+    ),
+]
+
+# --- converting ------------------------------------------------------------------------------
+
+
+class Format(enum.StrEnum):
+    """Of a checkpoint that is written."""
+
+    safetensors = "safetensors"
+    orbax = "orbax"
+    gguf = "gguf"
+
+
+class _StoredDtype(enum.StrEnum):
+    """Of weights in a file."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    q8_0 = "q8_0"
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE", help="A name that `specjax models` lists, or the path of a model."
+    ),
+]
+Destination = Annotated[
+    str,
+    typer.Argument(metavar="DESTINATION", help="A new folder; with --to gguf a new file."),
+]
+To = Annotated[
+    Format,
+    typer.Option(
+        metavar="FORMAT",
+        help="safetensors (a Hugging Face folder), orbax, or gguf (Llama, Qwen2 and Qwen3).",
+    ),
+]
+StoredDtype = Annotated[
+    _StoredDtype | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="float32, bfloat16 or float16; with --to gguf also q8_0.",
+        show_default="as stored; of GGUF float32",
     ),
 ]

