@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from specjax.checkpoints import chat, vocabulary
+from specjax.checkpoints import chat, sentencepiece, vocabulary
 from specjax.checkpoints.safetensors_folder import read_json
 
 __all__ = [
@@ -324,42 +324,27 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer | None:
       The tokenizer; None when the file describes none.
 
     Raises:
-      ValueError: the tokenizer is not byte-level BPE, its pre-tokenizer is not known, or its
-        tables do not fit each other.
+      ValueError: the tokenizer is neither byte-level BPE nor SentencePiece's, its pre-tokenizer is
+        not known, or its tables do not fit each other.
     """
     model = metadata.get("tokenizer.ggml.model")
     if model is None or model == "none":
         return None
-    if model != "gpt2":
+    if model not in _GGUF_MODELS:
         raise ValueError(
-            f"tokenizer.ggml.model is {model!r}; supported: 'gpt2' (byte-level BPE). Use the "
-            "Hugging Face checkpoint of this model, which has tokenizer.json."
-        )
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in PRE_TOKENIZERS:
-        raise ValueError(
-            f"tokenizer.ggml.pre is {pre!r}; supported: {', '.join(PRE_TOKENIZERS)}. Use the "
-            "Hugging Face checkpoint of this model, which has tokenizer.json."
+            f"tokenizer.ggml.model is {model!r}; supported: 'gpt2' (byte-level BPE) and 'llama' "
+            "(SentencePiece). Use the Hugging Face checkpoint of this model, which has "
+            "tokenizer.json."
         )
     tokens, kinds = _table(metadata, "tokens"), metadata.get("tokenizer.ggml.token_type")
     kinds = [_NORMAL] * len(tokens) if kinds is None else kinds
-    vocab = {token: i for i, token in enumerate(tokens)}
-    if len(vocab) != len(tokens) or len(kinds) != len(tokens):
+    if len(set(tokens)) != len(tokens) or len(kinds) != len(tokens):
         raise ValueError(
-            f"tokenizer.ggml.tokens has {len(tokens)} entries, {len(vocab)} of them different, and "
-            f"tokenizer.ggml.token_type has {len(kinds)}; wanted three equal numbers. The file is "
-            "damaged: download it again."
+            f"tokenizer.ggml.tokens has {len(tokens)} entries, {len(set(tokens))} of them "
+            f"different, and tokenizer.ggml.token_type has {len(kinds)}; wanted three equal "
+            "numbers. The file is damaged: download it again."
         )
-    llama3 = pre in _LLAMA3_NAMES
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocab, merges=_merges(_table(metadata, "merges"), vocab), ignore_merges=llama3
-        )
-    )
-    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
-    backend.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()
+    backend, has_bos = _GGUF_MODELS[model](metadata, tokens, kinds)
     added = [(tokens[i], kind) for i, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)]
     backend.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token, k in added if k == _CONTROL]
@@ -383,10 +368,52 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer | None:
         ids=ids,
         named_tokens=tuple(sorted(named.items())),
         chat_template=metadata.get("tokenizer.chat_template"),
-        # llama.cpp adds bos for Llama 3 files unless they say otherwise, and for no other kind.
-        prefix=_around(metadata, "bos", ids.bos, default=llama3),
+        prefix=_around(metadata, "bos", ids.bos, default=has_bos),
         suffix=_around(metadata, "eos", metadata.get("tokenizer.ggml.eos_token_id"), default=False),
     )
+
+
+def _byte_level_backend(
+    metadata: Mapping[str, Any], tokens: list[str], kinds: Sequence[int]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """Byte-level BPE; and whether texts begin with bos unless the file says otherwise."""
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        raise ValueError(
+            f"tokenizer.ggml.pre is {pre!r}; supported: {', '.join(PRE_TOKENIZERS)}. Use the "
+            "Hugging Face checkpoint of this model, which has tokenizer.json."
+        )
+    vocab = {token: i for i, token in enumerate(tokens)}
+    llama3 = pre in _LLAMA3_NAMES
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocab, merges=_merges(_table(metadata, "merges"), vocab), ignore_merges=llama3
+        )
+    )
+    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    backend.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    # llama.cpp adds bos for Llama 3 files, and for no other kind of byte-level BPE.
+    return backend, llama3
+
+
+def _sentencepiece_backend(
+    metadata: Mapping[str, Any], tokens: list[str], kinds: Sequence[int]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """SentencePiece; and whether texts begin with bos unless the file says otherwise."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        found = len(scores) if isinstance(scores, list) else "no"
+        raise ValueError(
+            f"tokenizer.ggml.tokens has {len(tokens)} entries and tokenizer.ggml.scores has "
+            f"{found}; wanted equal numbers. The file is damaged: download it again."
+        )
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    return sentencepiece.backend(tokens, scores, kinds, space_prefix=prefix), True
+
+
+_GGUF_MODELS = {"gpt2": _byte_level_backend, "llama": _sentencepiece_backend}
 
 
 def special_ids_from_gguf(metadata: Mapping[str, Any]) -> SpecialIds:

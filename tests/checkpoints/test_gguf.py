@@ -174,7 +174,7 @@ def test_unsupported_storage_type(write_gguf):
         ([("add_uint32", "llama.rope.dimension_count", 4)], r"llama\.rope\.dimension_count is 4"),
         ([("add_string", "llama.rope.scaling.type", "longrope")], "longrope"),
         ([("add_uint16", "split.count", 2)], r"split\.count"),
-        ([("add_string", "tokenizer.ggml.model", "llama")], r"tokenizer\.ggml\.model is 'llama'"),
+        ([("add_string", "tokenizer.ggml.model", "t5")], r"tokenizer\.ggml\.model is 't5'"),
     ],
 )
 def test_metadata_that_is_not_supported(write_gguf, metadata, message):
