@@ -64,6 +64,14 @@ def test_known_extras_are_left_alone(write_folder):
             lambda t: t.update({"lm_head.weight": np.zeros((21, 32), np.float32)}),
             r"lm_head\.weight has the shape \(21, 32\).* wants \(20, 32\)",
         ),
+        (
+            lambda t: t.update({"model.final_norm.weight": t.pop("model.norm.weight")}),
+            r"folder-1\.5: the tensor model\.norm\.weight is missing",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": np.zeros((20, 32), np.int8)}),
+            r"model\.safetensors: .*lm_head\.weight is stored as I8; wanted floating point",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit(write_folder, edit, message):
