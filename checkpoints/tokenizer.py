@@ -206,6 +206,11 @@ class Tokenizer:
         """
         return _token_bytes(self)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written so, None if there is none."""
+        i = self.backend.token_to_id(text)
+        return i if i is not None and self.backend.decode([i]) == "" else None
+
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """Begins a text that will grow token by token."""
         return Detokenizer(self, skip_special_tokens)

@@ -133,7 +133,13 @@ def check_sampling(sampling: Sampling, batch: int | None, vocab: int) -> None:
 
 
 def _check_number(name: str, value: Any, number: _Number, batch: int | None) -> None:
-    if not isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax.core.Tracer):
+        whole = np.dtype(number.dtype).kind == "i"
+        if whole and not jnp.issubdtype(value.dtype, jnp.integer):
+            raise ValueError(f"sampling.{name} must be {number.wanted}, got {value.dtype}")
+    elif _traced(value):
+        raise ValueError(f"sampling.{name} must be an array inside jax.jit; use jnp.stack")
+    else:
         try:
             value = np.asarray(value)
         except ValueError as error:
@@ -171,6 +177,9 @@ def resolved(sampling: Sampling, vocab: int) -> Sampling:
         for name, value in values.items():
             number = _NUMBERS[name]
             changes[name] = jnp.asarray(number.off if value is None else value, number.dtype)
+    for name, default in (("temperature", 0.0), ("ignore_eos", False)):
+        if getattr(sampling, name) is None:
+            changes[name] = default
     bias = _bias(sampling, vocab)
     return dataclasses.replace(sampling, **changes, logit_bias=bias, allowed=None, banned=None)
 
@@ -261,9 +270,9 @@ def _dense_bias(value: Any, vocab: int) -> Any:
         ids = _ids("logit_bias", list(value), vocab)
         if _traced(list(value.values())):
             added = jnp.stack([jnp.asarray(v, jnp.float32) for v in value.values()])
-            return jnp.zeros(vocab, jnp.float32).at[ids].set(added)
+            return jnp.zeros(vocab, jnp.float32).at[ids].set(added, mode="drop")
         bias = np.zeros(vocab, np.float32)
-        bias[ids] = _bias_values(list(value.values()))
+        bias[ids] = _bias_values([float(v) for v in value.values()])
         return bias
     if not hasattr(value, "ndim"):
         raise ValueError(f"sampling.logit_bias must be a dict or an array [V], got {value!r}")
@@ -278,7 +287,8 @@ def _bias_values(values: Any) -> np.ndarray:
     array = np.asarray(values)
     if array.dtype.kind not in "fiu" and not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"sampling.logit_bias must hold numbers, got {array.dtype}")
-    array = array.astype(np.float32)
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
     if np.isnan(array).any() or (array == np.inf).any():
         raise ValueError("sampling.logit_bias must not hold NaN or +inf (-inf bans a token)")
     return array
@@ -303,7 +313,7 @@ def _ids(name: str, ids: Any, vocab: int) -> Any:
         ids = jnp.atleast_1d(jnp.asarray(ids))
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"sampling.{name} must hold integer token ids, got {ids.dtype}")
-        return ids
+        return jnp.where(ids < 0, vocab, ids)  # padding: beyond the vocabulary, so dropped
     try:
         array = np.atleast_1d(np.asarray(sorted(ids) if isinstance(ids, (set, frozenset)) else ids))
     except ValueError as error:

@@ -22,6 +22,7 @@ from specjax import controls, stopping
 from specjax.automaton import Automaton
 from specjax.constraints import Constraint
 from specjax.controls import Sampling
+from specjax.sampling import threefry
 from specjax.types import Params, record
 
 __all__ = ["Prepared", "Request", "bounded", "positive", "prepare", "round_up"]
@@ -72,7 +73,11 @@ def round_up(n: int, step: int) -> int:
 
 
 def _is_int(x: Any) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+    if isinstance(x, (bool, jax.core.Tracer)):
+        return False
+    if isinstance(x, (int, np.integer)):
+        return True
+    return getattr(x, "ndim", None) == 0 and jnp.issubdtype(x.dtype, jnp.integer)
 
 
 def positive(name: str, value: Any) -> int:
@@ -169,12 +174,13 @@ def _keys(key: Any, seed: Any, rows: int, batch: int, greedy: bool) -> Array:
         key = _seeded(seed, rows)
     if key is None:
         # Greedy rows toss no coin that matters; others must differ from call to call.
-        return jax.random.key(0 if greedy else secrets.randbits(32))
+        return _key(0 if greedy else secrets.randbits(32))
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise ValueError(
             f"key must be made by jax.random.key(seed) (or be one such key a row), "
             f"got {getattr(key, 'dtype', type(key))}; for an integer there is seed="
         )
+    key = threefry(key)
     if key.ndim == 0:
         return key
     if key.shape != (rows,):
@@ -193,7 +199,7 @@ def _seeded(seed: Any, rows: int) -> Array:
     if _traced(seed):
         raise ValueError("seed must not be traced; inside jax.jit pass key=jax.random.key(seed)")
     if _is_int(seed):
-        return jax.random.key(np.uint32(bounded("seed", seed, 0, last)))
+        return _key(bounded("seed", seed, 0, last))
     if isinstance(seed, (str, bytes)) or not (isinstance(seed, Sequence) or np.ndim(seed) == 1):
         raise ValueError(f"seed must be an integer, or one (or None) a row, got {seed!r}")
     seeds = list(seed)
@@ -203,7 +209,16 @@ def _seeded(seed: Any, rows: int) -> Array:
         secrets.randbits(32) if one is None else bounded(f"seed[{i}]", one, 0, last)
         for i, one in enumerate(seeds)
     ]
-    return jax.vmap(jax.random.key)(np.array(numbers, np.uint32))
+    return jax.vmap(_key)(np.array(numbers, np.uint32))
+
+
+def _key(seed: Any) -> Array:
+    return jax.random.key(jnp.asarray(seed, jnp.uint32), impl="threefry2x32")
+
+
+def _inside_trace() -> bool:
+    """Whether what is computed now becomes part of a program that runs again and again."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _stop(params: Params, stop: Any) -> tuple[Automaton | None, tuple[int, ...]]:
@@ -231,6 +246,9 @@ def _stop(params: Params, stop: Any) -> tuple[Automaton | None, tuple[int, ...]]
         )
     if not parts:
         return None, ()
+    # A special token has no text to be found in: it is looked for by its id.
+    special = [params.tokenizer.special_id(s) for s in strings] if strings else []
+    sequences += tuple((i,) for i in special if i is not None)
     tokenizer = params.tokenizer if strings else None
     made = _stop_automaton(sequences, strings, tokenizer, params.model.vocab_size)
     return made, tuple(ids[0] for ids in sequences if len(ids) == 1)
@@ -269,7 +287,7 @@ def _held(sampling: Sampling, eos_ids: Any, stop_ids: tuple[int, ...], vocab: in
     return (eos[None, :] & ~ignored) | ends[None, :]
 
 
-def _constraint(constraint: Any, rows: int, batch: int) -> Constraint | None:
+def _constraint(constraint: Any, rows: int, batch: int, vocab: int) -> Constraint | None:
     """The grammar with a first state for every row."""
     if constraint is None:
         return None
@@ -277,6 +295,13 @@ def _constraint(constraint: Any, rows: int, batch: int) -> Constraint | None:
         raise ValueError(
             f"constraint must come from specjax.constraints, such as constraints.regex(params, "
             f"pattern), got {type(constraint)}"
+        )
+
+    size = jax.eval_shape(constraint.allowed, constraint.data, constraint.start).shape[-1]
+    if size != vocab:
+        raise ValueError(
+            f"constraint is for a vocabulary of {size} tokens, but the model has {vocab}; make it "
+            "with the params that decode"
         )
 
     def each(x: Any) -> Any:
@@ -373,9 +398,15 @@ def prepare(
 
     vocab = params.model.vocab_size
     controls.check_sampling(sampling, rows, vocab)
-    greedy = not _traced(sampling) and not np.any(np.asarray(sampling.temperature) > 0)
-    if key is None and seed is None and not greedy and traced:
-        raise ValueError("key is needed to sample inside jax.jit; pass key=jax.random.key(seed)")
+    temperature = 0.0 if sampling.temperature is None else sampling.temperature
+    greedy = not _traced(temperature) and not np.any(np.asarray(temperature) > 0)
+    some_row = isinstance(seed, Sequence) and any(one is None for one in seed)
+    fresh = key is None and (seed is None or some_row)
+    if fresh and not greedy and (traced or _inside_trace()):
+        raise ValueError(
+            "key is needed to sample inside jax.jit, where fresh entropy would be the same in "
+            "every call; pass key=jax.random.key(seed), or a seed for every row"
+        )
 
     width = _bucket(max_new_tokens, _MIN_OUTPUT)
     capacity = _room(params, longest, longest + max_new_tokens, max_len)
@@ -399,7 +430,7 @@ def prepare(
         active=active,
         stop=search,
         held=_held(sampling, ends, stop_ids, vocab),
-        constraint=_constraint(constraint, rows, batch),
+        constraint=_constraint(constraint, rows, batch, vocab),
     )
     return Prepared(
         request=request,

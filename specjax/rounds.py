@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from specjax import automaton, cache, logprobs, sharding, tree
 from specjax import seen as seen_lib
-from specjax.accept import Acceptance, logits_law
+from specjax.accept import Acceptance, TargetLaw, logits_law
 from specjax.draft import draft_step
 from specjax.inputs import Request, round_up
 from specjax.sampling import Purpose, at_positions
@@ -199,7 +199,9 @@ def decode_round(
     verdict = plan.acceptance.judge(request.keys, proposal, law, state.lengths, depth)
     check_verdict(verdict, {"B": root.shape[0], "P": depth + 1})
 
-    count, status, stop = _emitted(request, state, verdict)
+    count, status, stop = _emitted(
+        request, state, verdict, _sound(law, verdict, scores.logits.shape[1])
+    )
     lengths = state.lengths + count
     tokens = jax.vmap(jax.lax.dynamic_update_slice_in_dim, in_axes=(0, 0, 0, None))(
         state.tokens, verdict.tokens, state.lengths, 0
@@ -258,26 +260,38 @@ def _next_states(seen: Seen, verdict: Verdict) -> PyTree:
     return seen_lib.after(seen_lib.at_nodes(seen, last), token).states
 
 
+def _sound(law: TargetLaw, verdict: Verdict, nodes: int) -> Array:
+    """How many of the verdict's tokens come from laws that are laws, up to the first, `[B]`."""
+    each = []
+    for i in range(verdict.path.shape[1]):
+        only = verdict.path[:, i, None] == jnp.arange(nodes)[None, :]
+        each.append(law.finite(only))
+    return jnp.sum(jnp.cumprod(jnp.stack(each, axis=1), axis=1, dtype=_INT), axis=1)
+
+
 def _emitted(
-    request: Request, state: DecodeState, verdict: Verdict
+    request: Request, state: DecodeState, verdict: Verdict, sound: Array
 ) -> tuple[Array, Array, Array | None]:
     """How many of the verdict's tokens each row emits, `[B]`; its status and stop state then.
 
     The first end token or completed stop sequence, the tokens still allowed and the room left each
-    cut the block; an end that lies beyond the limit is not seen.
+    cut the block; an end that lies beyond the limit is not seen. So does the first token whose law
+    was none, of which `sound [B]` tokens are before.
     """
     offset = jnp.arange(verdict.tokens.shape[1])[None, :]
     is_eos = jnp.any(verdict.tokens[:, :, None] == request.eos_ids[None, None, :], axis=-1)
     is_eos = is_eos & ~jnp.reshape(request.sampling.ignore_eos, (-1, 1))
     available = jnp.minimum(verdict.accepted + 1, request.limits - state.lengths)
     is_stop, states = _stops(request, state, verdict)
+    broken = sound < available
+    available = jnp.minimum(available, sound)
     ends = (is_eos | is_stop) & (offset < available[:, None])
     ended, end = jnp.any(ends, axis=1), jnp.argmax(ends, axis=1)
     count = jnp.where(ended, end + 1, available)
     by_eos = jnp.take_along_axis(is_eos, end[:, None], axis=1)[:, 0]
 
     running = state.status == Status.RUNNING
-    count = jnp.where(running & verdict.finite, count, 0).astype(_INT)
+    count = jnp.where(running, count, 0).astype(_INT)
     lengths = state.lengths + count
     limit = jnp.where(
         request.limits < request.prompt_lengths + request.max_new_tokens,
@@ -285,8 +299,8 @@ def _emitted(
         Status.LENGTH,
     )
     status = jnp.where(lengths >= request.limits, limit, Status.RUNNING)
+    status = jnp.where(broken, Status.NONFINITE, status)
     status = jnp.where(ended, jnp.where(by_eos, Status.EOS, Status.STOP), status)
-    status = jnp.where(verdict.finite, status, Status.NONFINITE)
     if states is not None:
         states = jnp.take_along_axis(states, count[:, None], axis=1)[:, 0]
     return count, jnp.where(running, status, state.status).astype(_INT), states

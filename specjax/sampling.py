@@ -33,6 +33,7 @@ __all__ = [
     "probability_of",
     "row_keys",
     "sample",
+    "threefry",
 ]
 
 
@@ -43,6 +44,8 @@ class Purpose(enum.IntEnum):
     ACCEPT = 1
     RESAMPLE = 2
 
+
+_LARGE = 1e30  # of a penalised logit
 
 # Row keys are folded with numbers from here on, draws with smaller ones: no two are ever equal.
 _ROWS = 1 << 31
@@ -82,19 +85,26 @@ def adjusted(logits: Array, sampling: Sampling, seen: Seen | None = None) -> Arr
     if seen is not None and seen.counts is not None and sampling.repetition_penalty is not None:
         there = seen.counts > 0
         factor = _per_row(sampling.repetition_penalty, dims)
-        repeated = jnp.where(logits > 0, logits / factor, logits * factor)
-        logits = jnp.where(there, repeated, logits)
-        logits = logits - _per_row(sampling.frequency_penalty, dims) * seen.counts
-        logits = logits - _per_row(sampling.presence_penalty, dims) * there
+        changed = jnp.where(logits > 0, logits / factor, logits * factor)
+        changed = changed - _per_row(sampling.frequency_penalty, dims) * seen.counts
+        changed = changed - _per_row(sampling.presence_penalty, dims)
+        # Extreme penalties stay within what float32 can hold.
+        changed = jnp.where(jnp.isfinite(logits), jnp.clip(changed, -_LARGE, _LARGE), logits)
+        logits = jnp.where(there, changed, logits)
+    unbanned = logits
     if sampling.logit_bias is not None:
         logits = logits + _per_id(sampling.logit_bias, dims)
     if seen is not None and seen.constraint is not None:
         allowed = seen.constraint.allowed(seen.constraint.data, seen.states)
         logits = jnp.where(allowed, logits, -jnp.inf)
+        # A grammar has the last word: where bans leave it nothing, they do not hold.
+        some = jnp.max(logits, axis=-1, keepdims=True) > -jnp.inf
+        nan = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)
+        logits = jnp.where(some | nan, logits, jnp.where(allowed, unbanned, -jnp.inf))
     if seen is not None and seen.held is not None and sampling.min_new_tokens is not None:
         early = seen.emitted[..., None] < _per_row(sampling.min_new_tokens, dims)
         held = jnp.where(early & _per_id(seen.held, dims), -jnp.inf, logits)
-        # A grammar that is complete allows nothing but the end: it has the last word.
+        # A grammar that is complete allows nothing but the end.
         some = jnp.max(held, axis=-1, keepdims=True) > -jnp.inf
         logits = jnp.where(some, held, logits)
     return logits
@@ -204,6 +214,22 @@ def probability_of(logits: Array, tokens: Array, sampling: Sampling) -> Array:
     sampled = jnp.exp(at - jax.nn.logsumexp(scaled, axis=-1))
     best = (tokens == jnp.argmax(logits, axis=-1)).astype(jnp.float32)
     return jnp.where(greedy[..., 0], best, sampled)
+
+
+def threefry(keys: Array) -> Array:
+    """The same keys for the generator whose draws are a function of one key alone.
+
+    Under `jax.vmap` draws of "rbg" keys depend on the whole batch, so a row's would on its
+    neighbours. Keys of "threefry2x32" stay as they are.
+    """
+    if str(jax.random.key_impl(keys)) in ("threefry2x32", "fry"):
+        return keys
+    data = jax.random.key_data(keys)
+    flat = data.reshape(-1, data.shape[-1])
+    made = jax.random.wrap_key_data(flat[:, :2], impl="threefry2x32")
+    for word in range(2, flat.shape[-1]):
+        made = jax.vmap(jax.random.fold_in)(made, flat[:, word])
+    return made.reshape(keys.shape)
 
 
 def row_keys(key: Array, batch: int) -> Array:

@@ -187,9 +187,9 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
     """The strings among what `specjax.decode` takes as `stop`."""
     if isinstance(stop, str):
         return (stop,)
-    if not isinstance(stop, Sequence):
+    if not isinstance(stop, (Sequence, np.ndarray)):
         return ()
-    return tuple(part for part in stop if isinstance(part, str))
+    return tuple(str(part) for part in stop if isinstance(part, str))
 
 
 def _ended_text(

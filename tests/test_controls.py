@@ -287,6 +287,29 @@ def test_a_grammar_that_is_complete_goes_before_min_new_tokens():
     assert (emitted(out), int(out.status[0])) == ([5, 7], Status.EOS)
 
 
+def test_a_grammar_that_bans_leave_nothing():
+    """The grammar has the last word: the row ends as it should."""
+    params = tiny.scripted((1, 2, 3))
+    grammar = specjax.constraints.token_dfa({0: {5: 1}}, {1}, (7,), 32)
+    options = {"max_new_tokens": 8, "eos_ids": [7], "constraint": grammar}
+    for fields in ({"allowed": [5, 6]}, {"banned": [7]}):
+        out = specjax.decode(params, [1], sampling=Sampling(**fields), **options)
+        assert (emitted(out), int(out.status[0])) == ([5, 7], Status.EOS)
+    with pytest.raises(ValueError, match="constraint is for a vocabulary of 32 tokens"):
+        specjax.decode(tiny.params(), [1], **options)
+
+
+def test_a_special_token_as_a_stop_string():
+    tokenizer = tiny.tokenizer()
+    tokenizer.backend.add_special_tokens(["<58>"])
+    params = tiny.scripted((0, 1, 2, 58, 3, 4), vocab=61).replace(tokenizer=tokenizer)
+    for stop in ("<58>", np.array(["<58>"])):
+        out = specjax.complete(params, "a", stop=stop, eos_ids=[], max_new_tokens=5, chat=False)
+        assert (out.text, out.status, out.tokens) == ("bc", Status.STOP, [1, 2, 58])
+    out = specjax.complete(params, "a", stop=np.array(["c"]), eos_ids=[], chat=False)
+    assert out.text == "b"
+
+
 def test_a_grammar_for_each_row():
     params = tiny.scripted((1, 2, 3, 4, 5, 6))
     grammar = specjax.constraints.token_dfa({0: {9: 1}, 1: {3: 1, 4: 0}}, {1}, (7,), 32)

@@ -199,6 +199,49 @@ def test_nan_of_padding_and_of_rejected_drafts_stays_where_it_is():
         assert (emitted(out), int(out.status[0])) == (text, Status.LENGTH)
 
 
+@pytest.mark.parametrize("drafter", ["oracle", "plain"])
+def test_a_law_that_is_none_counts_only_if_it_is_needed(drafter):
+    """NaN behind the end of a row is not seen; before it, what was sound is emitted."""
+    text = (1, 10, 11, 12, 13, 14, 15)
+    weights = tiny.script(text)
+    weights[12] = np.nan  # no law after 12
+    params = tiny.scripted(text).replace(target=jnp.asarray(weights))
+    if drafter == "plain":
+        params = params.replace(drafter=drafters.plain())
+    for options, status in (
+        ({"eos_ids": [12]}, Status.EOS),
+        ({"stop": [12]}, Status.STOP),
+        ({"max_new_tokens": 3}, Status.LENGTH),
+        ({"max_len": 4}, Status.CACHE_FULL),
+        ({}, Status.NONFINITE),
+    ):
+        out = specjax.decode(params, [1], **{"max_new_tokens": 6, "eos_ids": []} | options)
+        assert (emitted(out), int(out.status[0])) == ([10, 11, 12], status)
+
+
+def test_keys_of_any_generator():
+    """Rows are independent whatever generator makes the keys, also one that is not under vmap."""
+    params, hot = tiny.params("ngram"), Sampling(temperature=1.0)
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
+    options = {"max_new_tokens": 8, "sampling": hot}
+    batch = specjax.decode(params, [[1, 2]] * 3, key=keys, **options)
+    for row in range(3):
+        alone = specjax.decode(params, [1, 2], key=keys[row], **options)
+        assert emitted(alone) == emitted(batch, row)
+    assert len({tuple(emitted(batch, row)) for row in range(3)}) == 3
+
+
+def test_fresh_entropy_inside_jit_is_refused():
+    params, hot = tiny.params("ngram"), Sampling(temperature=1.0)
+    for options in ({}, {"seed": [None]}):
+        with pytest.raises(ValueError, match="key is needed"):
+            jax.eval_shape(lambda o=options: specjax.decode(params, [1], sampling=hot, **o))
+    jax.eval_shape(lambda: specjax.decode(params, [1], sampling=hot, seed=[3]))
+    # Greedy rows need none, whatever else is traced.
+    greedy = lambda ids: specjax.decode(params, [1], sampling=Sampling(banned=ids))
+    jax.eval_shape(greedy, jnp.array([1, 2]))
+
+
 def test_a_draft_without_a_law_is_not_tried():
     """NaN in the draft's weights: nothing is accepted, and sampled rows keep the target's law.
 

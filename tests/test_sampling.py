@@ -217,6 +217,28 @@ def test_controls_inside_jit():
     np.testing.assert_allclose(inside, outside, atol=1e-6)
 
 
+def test_extreme_penalties_and_padding_ids():
+    logits, context = jnp.array([2.0, -1.0, 3.0]), jnp.array([0, 1])
+    for fields in (
+        {"repetition_penalty": 1e-38},
+        {"repetition_penalty": 1e38},
+        {"frequency_penalty": -3e38},
+        {"presence_penalty": 3e38},
+    ):
+        for temperature in (0.0, 1.0):
+            made = Sampling(temperature=temperature, **fields)
+            probs = sampling.distribution(logits, made, context)
+            assert np.isfinite(probs).all()
+            assert float(probs.sum()) == pytest.approx(1.0)
+    banned = jax.jit(lambda ids: sampling.distribution(logits, Sampling(banned=ids)))
+    np.testing.assert_array_equal(banned(jnp.array([-1, 1])), [0, 0, 1])
+    np.testing.assert_array_equal(banned(jnp.array([2, 9])), [1, 0, 0])
+    numbers = Sampling(temperature=None, ignore_eos=None, logit_bias={0: jnp.bfloat16(9)})
+    np.testing.assert_array_equal(sampling.distribution(logits, numbers), [1, 0, 0])
+    with pytest.raises(ValueError, match=r"sampling\.top_k"):
+        jax.eval_shape(lambda k: sampling.distribution(logits, Sampling(top_k=k)), jnp.array(2.7))
+
+
 @pytest.mark.parametrize(
     ("field", "bad"),
     [

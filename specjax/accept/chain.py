@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from specjax import sampling
@@ -164,7 +165,7 @@ def lenient_sampling(lenience: float) -> Acceptance:
 
     Reference: Leviathan et al. 2023 (arXiv:2211.17192), appendix A.5 on lenience.
     """
-    number = isinstance(lenience, int | float) and not isinstance(lenience, bool)
+    number = isinstance(lenience, int | float | np.floating) and not isinstance(lenience, bool)
     if not (number and 0 < lenience <= 1):
         raise ValueError(
             f"lenience must be a number above 0 and at most 1 (1 is lossless), got {lenience!r}"

@@ -41,6 +41,7 @@ def accept_and_resample(
     """
     batch, nodes = proposal.tokens.shape
     rule = speculative_sampling() if acceptance is None else acceptance
+    key = sampling.threefry(key)
     keys = sampling.row_keys(key, batch) if key.ndim == 0 else key
     if positions is None:
         positions = jnp.zeros(batch, jnp.int32)
