@@ -16,7 +16,7 @@ from specjax.models.quantized import QuantizedTensor, dequantize
 
 __all__ = ["ACTIVATIONS", "LayerNorm", "Linear", "RMSNorm", "Table", "look_up", "matmul", "norm"]
 
-_BLOCK = 128  # rows of a quantised weight that a CPU converts at a time
+_BLOCK = 1 << 17  # elements of a quantised weight that a CPU converts at a time, at most
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -67,7 +67,7 @@ def _matmul_on_cpu(x: Array, weight: Array) -> Array:
 
 def _dot_quantized(x: Array, weight: QuantizedTensor) -> Array:
     """Converts the weight on its way into the product; a scale a row is left for the result."""
-    if weight.scales.shape[-1] > 1:
+    if weight.offsets is not None:
         return _dot(x, dequantize(weight))
     return _dot(x, weight.values.astype(weight.dtype)) * weight.scales[None, :, 0]
 
@@ -78,20 +78,21 @@ def _matmul_quantized_on_cpu(x: Array, weight: QuantizedTensor) -> Array:
     In float32, where a conversion as a whole takes longer than the product
     (benchmarks/quantisation.py). May return more rows than it got.
     """
-    x, (out, _) = x.astype(jnp.float32), weight.shape
-    blocks = out // _BLOCK
+    x, (out, width) = x.astype(jnp.float32), weight.shape
+    size = 1 << max((_BLOCK // width).bit_length() - 1, 0)  # rows of a block
+    blocks = out // size
 
     def product(part: QuantizedTensor) -> Array:
         return _matmul_on_cpu(x, dequantize(part, jnp.float32))
 
     parts = []
     if blocks:
-        full = weight[: blocks * _BLOCK]
-        split = jax.tree.map(lambda part: part.reshape(blocks, _BLOCK, part.shape[-1]), full)
-        y = jax.lax.map(product, split)  # [blocks, rows, _BLOCK]
-        parts.append(y.swapaxes(0, 1).reshape(y.shape[1], blocks * _BLOCK))
-    if out % _BLOCK:
-        parts.append(product(weight[blocks * _BLOCK :]))
+        full = weight[: blocks * size]
+        split = jax.tree.map(lambda part: part.reshape(blocks, size, part.shape[-1]), full)
+        y = jax.lax.map(product, split)  # [blocks, rows, size]
+        parts.append(y.swapaxes(0, 1).reshape(y.shape[1], blocks * size))
+    if out % size:
+        parts.append(product(weight[blocks * size :]))
     return jnp.concatenate(parts, axis=1)
 
 

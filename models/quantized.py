@@ -1,7 +1,8 @@
 """Arrays in 8 or 4 bits: integers, and a scale for each row or for each group of a row.
 
 A weight `[out, in]`, a stack of them, or the keys and values of tokens: the last axis is the one
-that is cut into groups. An element is its integer times the scale of its group; zero stays zero.
+that is cut into groups. An element is its integer times the scale of its group, plus the offset of
+its group.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ _GROUP = 32  # of 4 bits
 class QuantizedTensor:
     """An array `[..., out, in]` in few bits, wherever a plain array may stand in weights."""
 
-    values: Array  # [..., in] int8; of 4 bits [..., in / 2] uint8, two integers to a byte
-    scales: Array  # [..., in / group] float32; of 4 bits bfloat16
+    values: Array  # [..., in] int8 or uint8; of 4 bits [..., in / 2] uint8, two to a byte
+    scales: Array  # [..., in / group] float16; float32 without offsets
+    offsets: Array | None = None  # [..., in / group] float16; None: 0, and one group
     bits: int = static()
     dtype: Any = static()  # what it stands for: products are taken in this type
 
@@ -58,7 +60,10 @@ class QuantizedTensor:
 
 
 def quantize(array: Any, bits: int, group: int | None = None) -> QuantizedTensor:
-    """Rounds to the nearest multiple of a scale that makes the largest element just fit.
+    """Rounds each element to the nearest of 2^bits levels.
+
+    They are evenly spaced from the smallest to the largest element of a group; with 8 bits and one
+    scale for the whole axis they lie evenly about zero, so that a product is scaled only once.
 
     Args:
       array: `[..., in]` of a floating type.
@@ -66,7 +71,8 @@ def quantize(array: Any, bits: int, group: int | None = None) -> QuantizedTensor
       group: elements of the last axis that share a scale; None: all of them with 8 bits, 32 with 4.
 
     Returns:
-      The integers and scales; with 8 bits no element is off by more than half a scale.
+      The integers, scales and offsets: no element is off by more than half a scale, and what
+      float16 loses of a group's scale and offset.
 
     Raises:
       ValueError: bits, or a group that does not divide the last axis (or is odd, with 4 bits).
@@ -99,37 +105,49 @@ def quantize(array: Any, bits: int, group: int | None = None) -> QuantizedTensor
 def _quantize(array: Array, bits: int, group: int) -> QuantizedTensor:
     *lead, size = array.shape
     x = array.astype(jnp.float32).reshape(*lead, size // group, group)
-    high = 2 ** (bits - 1) - 1
-    if bits == 8:
-        scales = jnp.max(jnp.abs(x), axis=-1) / high
+    if bits == 8 and group == size:
+        scales, offsets = jnp.max(jnp.abs(x), axis=-1) / 127, None
+        numbers = _nearest(x, scales, -127, 127).astype(jnp.int8)
     else:
-        # There is one more integer below zero than above: the largest element becomes it.
-        low, top = jnp.min(x, axis=-1), jnp.max(x, axis=-1)
-        scales = jnp.where(-low > top, -low, -top) / (high + 1)
-        scales = scales.astype(jnp.bfloat16)
-    step = scales.astype(jnp.float32)[..., None]
-    x = jnp.round(x / jnp.where(step == 0, 1.0, step))
-    x = jnp.clip(x, -high if bits == 8 else -high - 1, high).astype(jnp.int8)
+        levels = 2**bits - 1
+        # What is stored is what elements are rounded by: float16 holds less than float32.
+        low = jnp.min(x, axis=-1)
+        offsets = low.astype(jnp.float16)
+        scales = ((jnp.max(x, axis=-1) - low) / levels).astype(jnp.float16)
+        above = x - offsets.astype(jnp.float32)[..., None]
+        numbers = _nearest(above, scales.astype(jnp.float32), 0, levels).astype(jnp.uint8)
     if bits == 4:
         # A byte holds an element of a group's first half below one of its second half.
-        first, second = jnp.split((x + 8).astype(jnp.uint8), 2, axis=-1)
-        x = first | (second << 4)
-    return QuantizedTensor(values=x.reshape(*lead, -1), scales=scales, bits=bits, dtype=array.dtype)
+        first, second = jnp.split(numbers, 2, axis=-1)
+        numbers = first | (second << 4)
+    return QuantizedTensor(
+        values=numbers.reshape(*lead, -1),
+        scales=scales,
+        offsets=offsets,
+        bits=bits,
+        dtype=array.dtype,
+    )
+
+
+def _nearest(x: Array, scales: Array, low: int, high: int) -> Array:
+    scales = jnp.where(scales == 0, 1.0, scales)[..., None]
+    return jnp.clip(jnp.round(x / scales), low, high)
 
 
 def integers(tensor: QuantizedTensor) -> Array:
-    """The integers as int8, `[..., in / group, group]`."""
+    """The integers, one a byte: `[..., in / group, group]`."""
     *lead, groups = tensor.scales.shape
     values = tensor.values.reshape(*lead, groups, -1)
     if tensor.bits == 8:
         return values
-    both = jnp.concatenate([values & 15, values >> 4], axis=-1)
-    return both.astype(jnp.int8) - 8
+    return jnp.concatenate([values & 15, values >> 4], axis=-1)
 
 
 def dequantize(tensor: QuantizedTensor, dtype: Any = None) -> Array:
     """The array that it stands for, `[..., in]`."""
     x = integers(tensor).astype(jnp.float32) * tensor.scales.astype(jnp.float32)[..., None]
+    if tensor.offsets is not None:
+        x = x + tensor.offsets.astype(jnp.float32)[..., None]
     return x.reshape(tensor.shape).astype(tensor.dtype if dtype is None else dtype)
 
 
@@ -146,8 +164,9 @@ def quantize_weight(
 ) -> Array | QuantizedTensor:
     """A weight of a decoder in at most so many bits.
 
-    Vectors, routers and tables of positions stay as they are. With 4 bits the embedding and the
-    head take 8: they are what rounding hurts most.
+    A scale serves 32 inputs. Vectors, routers and tables of positions stay as they are. Embedding
+    and head take 8 bits and one scale a row: they are what 4 bits hurt most, and a product that
+    is as long as the vocabulary is fastest so.
 
     Args:
       path: of the weight in the tree, e.g. `("layers", 3, "attn", "q", "weight")`.
@@ -156,12 +175,12 @@ def quantize_weight(
     """
     if weight.ndim < 2 or "router" in path or "positions" in path:
         return weight
-    if bits == 4 and path[0] in ("embed", "head"):
-        bits = 8
+    group = math.gcd(weight.shape[-1], _GROUP)
+    whole = path[0] in ("embed", "head") or group < 8
+    bits = 8 if whole else bits
     if isinstance(weight, QuantizedTensor) and weight.bits <= bits:
         return weight
-    group = None if bits == 8 else math.gcd(weight.shape[-1], _GROUP)
-    return quantize(as_array(weight), bits, group)
+    return quantize(as_array(weight), bits, weight.shape[-1] if whole else group)
 
 
 # --- keys and values -------------------------------------------------------------------------

@@ -78,9 +78,9 @@ def load(
         kinds of draft models take "quantize".
       mesh: devices to spread the weights over, with axes "data" and "model".
       dtype: "float32", "bfloat16" or "float16"; default float32 on a CPU, else bfloat16.
-      quantize: "int8" (a scale for each output) or "int4" (a scale for each 32 inputs; embedding
-        and head in int8) rounds the target's weights as they are read; norms, biases and routers
-        stay as they are.
+      quantize: "int8" or "int4" rounds the target's weights as they are read, with a scale for
+        each 32 inputs. Embedding and head take int8 and a scale for each row; norms, biases and
+        routers stay as they are.
       kv_cache: "int8" rounds keys and values, of the target and of a draft model, with a scale for
         each token and head.
 

@@ -74,26 +74,29 @@ def test_eight_bits_are_off_by_half_a_scale_at_most(shape, dtype):
     assert dequantize(small).dtype == dtype
 
 
-@pytest.mark.parametrize("group", [2, 16, 32, 64])
-def test_four_bits(group):
-    """Half a scale, but for elements as large as the largest and of the other sign: one scale."""
-    array = jax.random.normal(jax.random.key(1), (6, 64))
-    small = quantize(array, 4, group)
-    assert small.shape == (6, 64)
-    assert small.values.shape == (6, 32)
-    assert small.scales.shape == (6, 64 // group)
-    numbers = np.asarray(integers(small), np.int32)
-    assert numbers.min() >= -8
-    assert numbers.max() <= 7
-    step = np.abs(np.asarray(small.scales, np.float32))[..., None]
+@pytest.mark.parametrize("group", [16, 32, 64])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_groups(bits, group):
+    """Half a scale, and the rounding of scale and offset to float16."""
+    array = 3 + jax.random.normal(jax.random.key(1), (6, 128))
+    small = quantize(array, bits, group)
+    assert small.shape == (6, 128)
+    assert small.values.shape == (6, 128 * bits // 8)
+    assert small.scales.shape == small.offsets.shape == (6, 128 // group)
     off = np.abs(np.asarray(dequantize(small) - array)).reshape(6, -1, group)
-    assert np.all(off <= np.where(numbers == 7, 1.04, 0.5001) * step)
+    largest = np.abs(np.asarray(array)).reshape(off.shape).max(axis=-1, keepdims=True)
+    half = 0.5 * np.asarray(small.scales, np.float32)[..., None]
+    assert np.all(off <= half + 2**-10 * largest)
+    numbers = np.asarray(integers(small), np.int32)
+    assert numbers.max() == 2**bits - 1
+    assert np.all(numbers.max(axis=-1) - numbers.min(axis=-1) >= 2**bits - 3)
 
 
 def test_what_fits_is_kept_exactly():
-    numbers = np.random.default_rng(0).integers(-8, 8, (5, 64))
-    numbers[:, ::32] = -8
-    array = jnp.asarray(0.25 * numbers, jnp.float32)
+    """Four bits of a file that holds four bits, a scale and an offset are those of the file."""
+    numbers = np.random.default_rng(0).integers(0, 16, (5, 64))
+    numbers[:, ::32], numbers[:, 1::32] = 0, 15
+    array = jnp.asarray(0.25 * numbers - 1.125, jnp.float32)
     np.testing.assert_array_equal(dequantize(quantize(array, 4)), array)
     zero = jnp.zeros((2, 64))
     for bits in (8, 4):
@@ -104,7 +107,8 @@ def test_bytes():
     array = jnp.ones((512, 576), jnp.float32)
     size = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     assert size(quantize(array, 8)) == 512 * 576 + 4 * 512
-    assert size(quantize(array, 4)) == 512 * 576 // 2 + 2 * 512 * 18
+    assert size(quantize(array, 8, 32)) == 512 * 576 + 2 * 2 * 512 * 18
+    assert size(quantize(array, 4)) == 512 * 576 // 2 + 2 * 2 * 512 * 18
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,7 @@ def test_look_up(bits):
 
 
 def test_which_weights():
-    """Everything that is multiplied, but for routers; with 4 bits embedding and head take 8."""
+    """Everything that is multiplied, but for routers; embedding and head always take 8 bits."""
     config = dataclasses.replace(LATENT, learned_positions=True, qk_norm=False)
     small = in_bits(random_weights(config, jax.random.key(0)), 4)
     layer = small["layers"][0]
@@ -337,7 +341,7 @@ def test_load_onto_a_mesh(shared):
     sharded = specjax.load(folder, drafter, mesh=mesh, quantize="int8")
     down = sharded.target["layers"][0]["mlp"]["down"]["weight"]
     assert down.values.sharding.shard_shape(down.values.shape) == (64, 40)
-    assert down.scales.sharding.shard_shape(down.scales.shape) == (64, 1)
+    assert down.scales.sharding.shard_shape(down.scales.shape) == (64, 5)
     gate = sharded.draft["layers"][0]["mlp"]["gate"]["weight"]
     assert gate.scales.sharding.shard_shape(gate.scales.shape) == (40, 2)
     alone = specjax.load(folder, drafter, quantize="int8")
