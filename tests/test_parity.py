@@ -10,7 +10,7 @@ import pytest
 
 import specjax
 from specjax import cache, checkpoints, drafters
-from tests.tiny import emitted
+from tests.tiny import emitted, oracle
 
 TARGETS = [
     "hf-gemma2",
@@ -78,6 +78,24 @@ def test_logits_hidden_states_and_greedy_text(shared, name):
             params.replace(drafter=drafter), ids, max_new_tokens=len(greedy), eos_ids=[]
         )
         assert emitted(out) == greedy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_greedy_text_with_a_draft_model_and_with_wrong_drafts(shared, name):
+    """The model's own first layer drafts; then six drafts a round that are all wrong."""
+    folder = shared / "parity" / name
+    expected = np.load(folder / "expected.npz")
+    ids, greedy = expected["input_ids"], expected["generated_ids"].tolist()
+    drafter = {"method": "draft_model", "draft_layers": 1, "num_speculative_tokens": 4}
+    params = specjax.load(folder, drafter, dtype="float32")
+    options = {"max_new_tokens": len(greedy), "eos_ids": []}
+    out = specjax.decode(params, ids, **options)
+    assert emitted(out) == greedy
+    wrong = oracle((*ids[0].tolist(), *greedy, *[0] * 6), 6, 1)
+    out = specjax.decode(params.replace(drafter=wrong, draft=None), ids, **options)
+    assert emitted(out) == greedy
+    assert int(out.stats.rounds[0]) == len(greedy)
 
 
 @pytest.mark.parametrize("name", TARGETS)
