@@ -42,6 +42,16 @@ def test_trees(rule, drawn):
     check(rule, laws.BINARY, drawn, 3, laws.PAIRS[3:])
 
 
+@pytest.mark.parametrize(
+    ("rule", "drawn"),
+    [(RECURSIVE, "top_k"), (RECURSIVE, "replacement"), (RECURSIVE_WITHOUT, "base")],
+    ids=["top_k", "with_replacement", "without_replacement"],
+)
+def test_row_16_two_children_of_three_tokens(rule, drawn):
+    """A report of users: is a tree of the most likely children lossless, as one of samples is?"""
+    check(rule, (0, 0), drawn, 3)
+
+
 @pytest.mark.parametrize("drawn", ["base", "conditional"])
 @pytest.mark.parametrize("rule", [RECURSIVE_WITHOUT, TRAVERSAL_WITHOUT], ids=lambda rule: rule[0])
 def test_trees_without_replacement(rule, drawn):
