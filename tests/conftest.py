@@ -23,6 +23,13 @@ jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Lets go of a file's compiled programs: a process can map only so many pieces of code."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of reference data beside the repository."""
