@@ -88,7 +88,7 @@ def test_bfloat16(reference):
     assert clear > 12
     job = decoding._job(params, case["prompt_ids"], max_new_tokens=clear)
     compiled = decoding._decode_program.lower(
-        job.params, job.request, job.prompt, plan=job.plan, width=job.width
+        job.params, job.request, job.prompt, plan=job.plan
     ).compile()
     memory = compiled.memory_analysis()
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params.target))
