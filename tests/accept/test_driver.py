@@ -51,6 +51,7 @@ def chi_square(rule, drafter, seeds=SEEDS):
         (accept.recursive_rejection(), laws.BINARY, "replacement", 2),
         (accept.spectr(), laws.k_chains(2, 2), "replacement", 2),
         (accept.traversal_verification(True), laws.BINARY, "base", 2),
+        slow(accept.speculative_sampling(), CHAIN, "replacement", 3),
         slow(accept.recursive_rejection(), laws.BINARY, "top_k", 2),
         slow(accept.recursive_rejection(True), laws.BINARY, "base", 2),
         slow(accept.spectr(), laws.k_chains(3, 2), "replacement", 2),
