@@ -117,7 +117,7 @@ def _by_hand(prompt: list[int], fields: dict) -> list[int]:
         ],
     ],
 )
-def test_greedy_with_controls_equals_plain_decoding_by_hand(drafter, depth):
+def test_row_23_greedy_with_controls_equals_plain_decoding_by_hand(drafter, depth):
     out = specjax.decode(
         tiny.params(drafter, depth),
         [_prompt(row) for row in range(len(COMBINATIONS))],
@@ -185,7 +185,7 @@ def _with_logprobs(of: str):
 
 
 @pytest.mark.parametrize("of", ["raw", "processed"])
-def test_logprobs_equal_a_teacher_forced_pass(of):
+def test_row_10_logprobs_equal_a_teacher_forced_pass(of):
     """Report 10: of every token and of the three most likely ones, to 1e-5."""
     fields, out = _with_logprobs(of)
     for row, prompt in enumerate(PROMPTS):
