@@ -81,7 +81,7 @@ def of_prompt(
     """
     batch, width, _ = out.hidden.shape
     tokens = jax.lax.dynamic_slice_in_dim(following, start, width, axis=1)
-    size = min(width, _PIECE)  # both are powers of two, or the prompt is traced and short
+    size = width if width % _PIECE else _PIECE  # a traced prompt may have any width
 
     def piece(i: Array) -> tuple[Array, Array, Array]:
         hidden = jax.lax.dynamic_slice_in_dim(out.hidden, i, size, axis=1)
@@ -90,8 +90,6 @@ def of_prompt(
         part = _of(log_probs, some, top)
         return part.tokens, part.top_ids, part.top
 
-    if width % size:
-        size = width
     parts = jax.lax.map(piece, jnp.arange(0, width, size))  # [width / size, B, size, ...]
     return tuple(x.swapaxes(0, 1).reshape(batch, width, *x.shape[3:]) for x in parts)
 
