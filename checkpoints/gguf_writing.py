@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 
+from specjax.checkpoints.gguf_tokenizer import PRE_TOKENIZERS
 from specjax.checkpoints.reading import Checkpoint
-from specjax.checkpoints.tokenizer import PRE_TOKENIZERS, Tokenizer
+from specjax.checkpoints.tokenizer import Tokenizer
 from specjax.models import families
 from specjax.models.config import DecoderConfig, RopeConfig
 from specjax.models.naming import sources

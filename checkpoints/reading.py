@@ -14,6 +14,7 @@ import numpy as np
 
 from specjax.checkpoints import registry
 from specjax.checkpoints.gguf_file import read_gguf
+from specjax.checkpoints.gguf_tokenizer import special_ids_from_gguf, tokenizer_from_gguf
 from specjax.checkpoints.orbax_folder import is_orbax_folder, orbax_sources, read_orbax, restore
 from specjax.checkpoints.safetensors_folder import read_folder
 from specjax.checkpoints.tensors import StoredTensor, aligned, match
@@ -21,9 +22,7 @@ from specjax.checkpoints.tokenizer import (
     SpecialIds,
     Tokenizer,
     special_ids_from_folder,
-    special_ids_from_gguf,
     tokenizer_from_folder,
-    tokenizer_from_gguf,
 )
 from specjax.models import families
 from specjax.models.config import DecoderConfig

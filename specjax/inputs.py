@@ -144,6 +144,51 @@ def _rows(prompt: Any, prompt_lengths: Any, vocab_size: int) -> list[np.ndarray]
     return rows
 
 
+class _Prompt(NamedTuple):
+    """The prompts in their bucket."""
+
+    packed: Any  # [B, P] int32
+    lengths: Any  # [B] int32
+    active: Any  # [B] bool
+    rows: int
+    longest: int
+
+
+def _traced_prompt(prompt: Any, prompt_lengths: Any) -> _Prompt:
+    """A caller's own program: the prompt keeps its size."""
+    shape = getattr(prompt, "shape", None)
+    if shape is None or len(shape) not in (1, 2) or 0 in shape:
+        raise ValueError(
+            f"inside jax.jit prompt must be an array [T] or [B, T] (with prompt_lengths for "
+            f"rows of different length), got {prompt!r}"
+        )
+    if not jnp.issubdtype(prompt.dtype, jnp.integer):
+        raise ValueError(f"prompt must hold integer token ids, got {prompt.dtype}")
+    packed = jnp.atleast_2d(prompt)
+    rows, longest = packed.shape
+    lengths = jnp.full(rows, longest, jnp.int32) if prompt_lengths is None else prompt_lengths
+    lengths = jnp.asarray(lengths, jnp.int32)
+    if lengths.shape != (rows,):
+        raise ValueError(
+            f"prompt_lengths must have one value a row ({rows}), got shape {lengths.shape}"
+        )
+    return _Prompt(packed, lengths, jnp.ones(rows, bool), rows, longest)
+
+
+def _packed_prompt(params: Params, prompt: Any, prompt_lengths: Any, mesh: Mesh | None) -> _Prompt:
+    """Rows padded to the bucket's number and width."""
+    row_list = _rows(prompt, prompt_lengths, params.model.vocab_size)
+    rows = len(row_list)
+    longest = max(row.size for row in row_list)
+    step = mesh.shape.get("data", 1) if mesh is not None and rows > 1 else 1
+    batch = round_up(_bucket(rows, 1), step)
+    packed = np.zeros((batch, _bucket(longest, _MIN_PROMPT)), np.int32)
+    lengths = np.ones(batch, np.int32)
+    for i, row in enumerate(row_list):
+        packed[i, : row.size], lengths[i] = row, row.size
+    return _Prompt(packed, lengths, np.arange(batch) < rows, rows, longest)
+
+
 def _eos(eos_ids: Any, params: Params) -> np.ndarray:
     ids = params.eos_ids if eos_ids is None else eos_ids
     ids = np.atleast_1d(np.asarray(ids if np.size(ids) else np.zeros(0, np.int32)))
@@ -364,37 +409,12 @@ def prepare(
     max_new_tokens = positive("max_new_tokens", max_new_tokens)
     traced = _traced(prompt, prompt_lengths, sampling, key, eos_ids, params)
 
-    if _traced(prompt, prompt_lengths):
-        shape = getattr(prompt, "shape", None)
-        if shape is None or len(shape) not in (1, 2) or 0 in shape:
-            raise ValueError(
-                f"inside jax.jit prompt must be an array [T] or [B, T] (with prompt_lengths for "
-                f"rows of different length), got {prompt!r}"
-            )
-        if not jnp.issubdtype(prompt.dtype, jnp.integer):
-            raise ValueError(f"prompt must hold integer token ids, got {prompt.dtype}")
-        packed = jnp.atleast_2d(prompt)
-        rows, longest = packed.shape
-        batch, width_p = rows, longest
-        lengths = jnp.full(rows, longest, jnp.int32) if prompt_lengths is None else prompt_lengths
-        lengths = jnp.asarray(lengths, jnp.int32)
-        if lengths.shape != (rows,):
-            raise ValueError(
-                f"prompt_lengths must have one value a row ({rows}), got shape {lengths.shape}"
-            )
-        active = jnp.ones(rows, bool)
-    else:
-        row_list = _rows(prompt, prompt_lengths, params.model.vocab_size)
-        rows = len(row_list)
-        longest = max(row.size for row in row_list)
-        step = mesh.shape.get("data", 1) if mesh is not None and rows > 1 else 1
-        batch = round_up(_bucket(rows, 1), step)
-        width_p = _bucket(longest, _MIN_PROMPT)
-        packed = np.zeros((batch, width_p), np.int32)
-        lengths = np.ones(batch, np.int32)
-        for i, row in enumerate(row_list):
-            packed[i, : row.size], lengths[i] = row, row.size
-        active = np.arange(batch) < rows
+    packed, lengths, active, rows, longest = (
+        _traced_prompt(prompt, prompt_lengths)
+        if _traced(prompt, prompt_lengths)
+        else _packed_prompt(params, prompt, prompt_lengths, mesh)
+    )
+    batch, width_p = packed.shape
 
     vocab = params.model.vocab_size
     controls.check_sampling(sampling, rows, vocab)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from specjax.checkpoints import tokenizer as tokenizing
+from specjax.checkpoints import gguf_tokenizer
 from specjax.checkpoints.sentencepiece import SPACE
 
 WORDS = "the cat sat on a mat then at that hat other another".split()
@@ -67,7 +67,7 @@ def _by_definition(text: str) -> list[int]:
 
 @pytest.mark.parametrize("space_prefix", [True, False])
 def test_encoding_and_decoding(space_prefix):
-    made = tokenizing.tokenizer_from_gguf(_metadata(add_space_prefix=space_prefix))
+    made = gguf_tokenizer.tokenizer_from_gguf(_metadata(add_space_prefix=space_prefix))
     rng = random.Random(1)
     for _ in range(50):
         text = " ".join(rng.choice([*WORDS, "thecat", "é🦜", "x"]) for _ in range(6))
@@ -80,21 +80,21 @@ def test_encoding_and_decoding(space_prefix):
 
 
 def test_special_tokens():
-    made = tokenizing.tokenizer_from_gguf(_metadata())
+    made = gguf_tokenizer.tokenizer_from_gguf(_metadata())
     ids = made.encode("the cat<turn>")
     assert (ids[0], ids[-1]) == (1, len(_pieces()[0]) - 1)  # bos unless the file says otherwise
-    bare = tokenizing.tokenizer_from_gguf(_metadata(add_bos_token=False))
+    bare = gguf_tokenizer.tokenizer_from_gguf(_metadata(add_bos_token=False))
     assert bare.encode("the cat<turn>") == ids[1:]
     assert made.eos_ids == (2,)
 
 
 def test_bad_tables():
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.scores has 1"):
-        tokenizing.tokenizer_from_gguf(_metadata(scores=[0.0]))
+        gguf_tokenizer.tokenizer_from_gguf(_metadata(scores=[0.0]))
     pieces, scores, kinds = _pieces()
     with pytest.raises(ValueError, match="neither an unknown token nor a token for each byte"):
-        tokenizing.tokenizer_from_gguf(
+        gguf_tokenizer.tokenizer_from_gguf(
             _metadata(tokens=pieces[5:], scores=scores[5:], token_type=kinds[5:])
         )
     with pytest.raises(ValueError, match=r"'llama' .SentencePiece."):
-        tokenizing.tokenizer_from_gguf(_metadata(model="t5"))
+        gguf_tokenizer.tokenizer_from_gguf(_metadata(model="t5"))

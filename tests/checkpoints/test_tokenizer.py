@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
+from specjax.checkpoints import gguf_tokenizer
 from specjax.checkpoints import tokenizer as tokenizing
 from specjax.checkpoints.tokenizer import Detokenizer
 
@@ -72,9 +73,9 @@ def test_special_tokens_in_decode(smollm2):
 
 
 def test_content_decides_equality(smollm2):
-    first = tokenizing.tokenizer_from_gguf(metadata())
-    second = tokenizing.tokenizer_from_gguf(metadata())
-    other = tokenizing.tokenizer_from_gguf(metadata(eos_token_id=3))
+    first = gguf_tokenizer.tokenizer_from_gguf(metadata())
+    second = gguf_tokenizer.tokenizer_from_gguf(metadata())
+    other = gguf_tokenizer.tokenizer_from_gguf(metadata(eos_token_id=3))
     assert first == second
     assert hash(first) == hash(second)
     assert first != other
@@ -94,7 +95,7 @@ def test_pieces_join_to_the_whole(smollm2, text, size):
 
 
 def test_an_emoji_waits_for_its_last_byte():
-    tokenizer = tokenizing.tokenizer_from_gguf(metadata())
+    tokenizer = gguf_tokenizer.tokenizer_from_gguf(metadata())
     ids = tokenizer.encode("a🙂b")
     assert len(ids) == 6
     detokenizer = Detokenizer(tokenizer)
@@ -104,7 +105,7 @@ def test_an_emoji_waits_for_its_last_byte():
 
 def test_pieces_of_any_bytes_join_to_the_whole(smollm2):
     rng = np.random.default_rng(0)
-    single = tokenizing.tokenizer_from_gguf(metadata(extra_tokens=[("<|end|>", 3)]))
+    single = gguf_tokenizer.tokenizer_from_gguf(metadata(extra_tokens=[("<|end|>", 3)]))
     for tokenizer in (single, smollm2.tokenizer):
         for skip in (True, False):
             for _ in range(60):
@@ -116,7 +117,7 @@ def test_pieces_of_any_bytes_join_to_the_whole(smollm2):
 
 
 def test_a_cut_character_comes_with_flush():
-    tokenizer = tokenizing.tokenizer_from_gguf(metadata())
+    tokenizer = gguf_tokenizer.tokenizer_from_gguf(metadata())
     detokenizer = Detokenizer(tokenizer)
     ids = tokenizer.encode("a🙂")[:-1]
     assert detokenizer.push(ids) == "a"
@@ -247,18 +248,18 @@ def test_pre_tokenizers_cut_where_they_should(pre, joined, apart):
     add = {"add_bos_token": False}
     for merge in joined:
         needed = ["1 2", merge] if merge.startswith("12") else [merge]
-        tokenizer = tokenizing.tokenizer_from_gguf(metadata(pre, merges=needed, **add))
+        tokenizer = gguf_tokenizer.tokenizer_from_gguf(metadata(pre, merges=needed, **add))
         text = merge.replace(" ", "").replace("\u010a", "\n")
         assert len(tokenizer.encode(text)) == 1, merge
     for merge in apart:
-        tokenizer = tokenizing.tokenizer_from_gguf(metadata(pre, merges=[merge], **add))
+        tokenizer = gguf_tokenizer.tokenizer_from_gguf(metadata(pre, merges=[merge], **add))
         text = merge.replace(" ", "").replace("\u010a", "\n")
         assert len(tokenizer.encode(text)) == 2, merge
 
 
 def test_llama3_cuts_digits_by_three():
     merges = ["1 2", "12 3", "123 4"]
-    tokenizer = tokenizing.tokenizer_from_gguf(
+    tokenizer = gguf_tokenizer.tokenizer_from_gguf(
         metadata("llama-bpe", merges=merges, add_bos_token=False)
     )
     assert len(tokenizer.encode("1234")) == 2
@@ -267,22 +268,22 @@ def test_llama3_cuts_digits_by_three():
 def test_bos_is_added_when_the_checkpoint_says_so():
     end = [("<|begin|>", 3)]
     bos = 256
-    quiet = tokenizing.tokenizer_from_gguf(metadata(extra_tokens=end, bos_token_id=bos))
-    told = tokenizing.tokenizer_from_gguf(
+    quiet = gguf_tokenizer.tokenizer_from_gguf(metadata(extra_tokens=end, bos_token_id=bos))
+    told = gguf_tokenizer.tokenizer_from_gguf(
         metadata(extra_tokens=end, bos_token_id=bos, add_bos_token=True)
     )
-    llama3 = tokenizing.tokenizer_from_gguf(
+    llama3 = gguf_tokenizer.tokenizer_from_gguf(
         metadata("llama-bpe", extra_tokens=end, bos_token_id=bos)
     )
     assert quiet.encode("a") == told.encode("a")[1:] == told.encode("a", add_special_tokens=False)
     assert told.encode("a")[0] == llama3.encode("a")[0] == bos
     with pytest.raises(ValueError, match="bos_token_id is missing"):
-        tokenizing.tokenizer_from_gguf(metadata("llama-bpe"))
+        gguf_tokenizer.tokenizer_from_gguf(metadata("llama-bpe"))
 
 
 def test_kinds_of_tokens():
     extra = [("<|ctl|>", 3), ("<tool>", 4), ("[PAD]", 5)]
-    tokenizer = tokenizing.tokenizer_from_gguf(
+    tokenizer = gguf_tokenizer.tokenizer_from_gguf(
         metadata(extra_tokens=extra, eos_token_id=256, eot_token_id=257)
     )
     ids = tokenizer.encode("<|ctl|>a<tool>[PAD]")
@@ -307,7 +308,7 @@ def test_kinds_of_tokens():
 )
 def test_gguf_tables_that_are_wrong(changes, message):
     with pytest.raises(ValueError, match=message):
-        tokenizing.tokenizer_from_gguf(metadata() | changes)
+        gguf_tokenizer.tokenizer_from_gguf(metadata() | changes)
 
 
 @pytest.fixture
