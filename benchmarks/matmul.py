@@ -3,7 +3,7 @@
     uv run python benchmarks/matmul.py --out matmul.json
 
 Ten layers of SmolLM2's products and its unembedding, for a few rows, in each form that
-`specjax.models.decoder.matmul` chooses from; all interleaved, ratios to one float32 row.
+`specjax.models.layers.matmul` chooses from; all interleaved, ratios to one float32 row.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from measure import environment, write_report
+
+from specjax.models.layers import matmul as matmul_of_layers
+from specjax.models.quantized import dequantize, quantize
 
 WIDTH, INNER, VOCAB, LAYERS = 576, 1536, 49152, 10
 SHAPES = [(960, WIDTH), (WIDTH, WIDTH), (2 * INNER, WIDTH), (WIDTH, INNER)]
@@ -39,12 +42,18 @@ def padded(rows):
     return lambda x, w: weight_right(jnp.pad(x, ((0, max(rows - x.shape[0], 0)), (0, 0))), w)
 
 
+def converted_whole(x, w):
+    """A quantised weight, converted to float32 before the product."""
+    return weight_right(x, dequantize(w, jnp.float32))
+
+
 FORMS = {
     "weight_right": weight_right,
     "weight_left": weight_left,
     "weight_right_2_rows": padded(2),
     "weight_right_8_rows": padded(8),
 }
+QUANTISED_FORMS = {"converted_whole": converted_whole, "converted_in_blocks": matmul_of_layers}
 
 
 def network(matmul):
@@ -81,7 +90,11 @@ def main() -> None:
             for i in range(LAYERS)
         ]
         weights[dtype] = layers, (0.04 * jax.random.normal(key, (VOCAB, WIDTH))).astype(dtype)
-        for form, matmul in FORMS.items():
+    pack = jax.jit(lambda w: quantize(w, 8))
+    weights["int8"] = jax.tree.map(pack, weights["float32"])
+    for dtype in weights:
+        forms = QUANTISED_FORMS if dtype == "int8" else FORMS
+        for form, matmul in forms.items():
             for rows in args.rows:
                 if form.endswith("_rows") and rows > 1:
                     continue

@@ -76,7 +76,7 @@ def _matmul_quantized_on_cpu(x: Array, weight: QuantizedTensor) -> Array:
     """Converts a few rows of the weight at a time, which then stay in the processor's cache.
 
     In float32, where a conversion as a whole takes longer than the product
-    (benchmarks/quantisation.py). May return more rows than it got.
+    (benchmarks/matmul.py). May return more rows than it got.
     """
     x, (out, width) = x.astype(jnp.float32), weight.shape
     size = 1 << max((_BLOCK // width).bit_length() - 1, 0)  # rows of a block
