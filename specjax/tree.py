@@ -19,14 +19,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax.types import Block
+from specjax.types import Block, Proposal
 
-__all__ = ["ancestors", "chain", "compact", "depths", "path_to"]
+__all__ = ["ancestors", "chain", "chain_proposal", "compact", "depths", "path_to"]
 
 
 def chain(nodes: int) -> np.ndarray:
     """Parents `[N]` of a chain: 0, 1, ..., N - 1."""
     return np.arange(nodes, dtype=np.int32)
+
+
+def chain_proposal(tokens: Array, valid: Array, probs: Array | None = None) -> Proposal:
+    """A proposal in which each guess follows the one before.
+
+    Args:
+      tokens: `[B, N]` int32.
+      valid: `[B, N]` bool; False from a guess on makes the draft shorter.
+      probs: `[B, N, V]` float32, the law q of each guess; None: one-hot.
+
+    Example:
+      >>> chain_proposal(jnp.array([[5, 6]]), jnp.array([[True, False]])).parents
+      Array([0, 1], dtype=int32)
+    """
+    return Proposal(
+        tokens=tokens,
+        parents=jnp.asarray(chain(tokens.shape[1])),
+        probs=probs,
+        valid=valid,
+        candidate=jnp.ones(tokens.shape, bool),
+    )
 
 
 def ancestors(parents: Array) -> Array:

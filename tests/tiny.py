@@ -89,14 +89,7 @@ def oracle(text: tuple[int, ...], depth: int, shift: int = 0) -> Drafter:
         known = jnp.asarray(np.array(text + (0,) * depth, np.int32))
         index = context.lengths[:, None] + jnp.arange(depth)[None, :]
         tokens = (known[jnp.minimum(index, known.size - 1)] + shift) % params.model.vocab_size
-        proposal = Proposal(
-            tokens=tokens,
-            parents=jnp.asarray(tree.chain(depth)),
-            probs=None,
-            valid=index < len(text),
-            candidate=jnp.ones(tokens.shape, bool),
-        )
-        return proposal, state
+        return tree.chain_proposal(tokens, index < len(text)), state
 
     def update(params, state, outcome):
         return state

@@ -15,7 +15,7 @@ from specjax import cache, sampling, tree
 from specjax import seen as seen_lib
 from specjax.drafters.vocabulary import VocabularyMap, onto_target
 from specjax.sampling import Purpose
-from specjax.types import Context, Drafter, Model, Outcome, Params, Prefill, Proposal, PyTree
+from specjax.types import Context, Drafter, Model, Outcome, Params, Prefill, PyTree
 
 __all__ = ["draft_model"]
 
@@ -121,14 +121,9 @@ def draft_model(model: Model, num_speculative_tokens: int = 4, *, mapped: bool =
         tokens = jnp.concatenate([token[:, None], tokens.T], axis=1)
         # A draft without a law (NaN or +inf in its logits) ends there: no q, no losslessness.
         sound = jnp.concatenate([sound[:, None], sounds.T], axis=1)
-        proposal = Proposal(
-            tokens=tokens,
-            parents=jnp.asarray(tree.chain(depth)),
-            probs=jnp.concatenate([probs[:, None], laws.swapaxes(0, 1)], axis=1),
-            valid=jnp.cumprod(sound, axis=1, dtype=jnp.int32).astype(bool),
-            candidate=jnp.ones(tokens.shape, bool),
-        )
-        return proposal, held
+        valid = jnp.cumprod(sound, axis=1, dtype=jnp.int32).astype(bool)
+        probs = jnp.concatenate([probs[:, None], laws.swapaxes(0, 1)], axis=1)
+        return tree.chain_proposal(tokens, valid, probs), held
 
     def update(params: Params, held, outcome: Outcome):
         return cache.truncate(held, outcome.lengths - 1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax import tree
-from specjax.types import Context, Drafter, Proposal
+from specjax.types import Context, Drafter
 
 __all__ = ["lookup", "ngram"]
 
@@ -91,14 +91,8 @@ def ngram(
             prompt_lookup_min,
             prompt_lookup_max,
         )
-        proposal = Proposal(
-            tokens=tokens,
-            parents=jnp.asarray(tree.chain(num_speculative_tokens)),
-            probs=None,
-            valid=jnp.broadcast_to(found[:, None], tokens.shape),
-            candidate=jnp.ones(tokens.shape, bool),
-        )
-        return proposal, state
+        valid = jnp.broadcast_to(found[:, None], tokens.shape)
+        return tree.chain_proposal(tokens, valid), state
 
     def update(params, state, outcome):
         return state

@@ -6,7 +6,8 @@ import functools
 
 import jax.numpy as jnp
 
-from specjax.types import Drafter, Proposal
+from specjax import tree
+from specjax.types import Drafter
 
 __all__ = ["plain"]
 
@@ -20,15 +21,8 @@ def plain() -> Drafter:
 
     def draft(params, key, state, context):
         batch = context.lengths.shape[0]
-        none = jnp.zeros((batch, 0), bool)
-        proposal = Proposal(
-            tokens=jnp.zeros((batch, 0), jnp.int32),
-            parents=jnp.zeros(0, jnp.int32),
-            probs=None,
-            valid=none,
-            candidate=none,
-        )
-        return proposal, state
+        nothing = jnp.zeros((batch, 0), jnp.int32)
+        return tree.chain_proposal(nothing, nothing.astype(bool)), state
 
     def update(params, state, outcome):
         return state

@@ -21,7 +21,6 @@ import specjax
 from specjax import checkpoints
 from specjax.checkpoints import gguf_writing, writing
 from specjax.checkpoints.safetensors_folder import read_folder
-from specjax.checkpoints.safetensors_writing import Outgoing, write_shards
 from specjax.checkpoints.tokenizer import (
     PRE_TOKENIZERS,
     Tokenizer,
@@ -30,7 +29,7 @@ from specjax.checkpoints.tokenizer import (
 )
 from specjax.checkpoints.tokenizer_writing import write_ids, write_tokenizer
 from specjax.checkpoints.writing import FORMATS
-from specjax.models import config_writing, families, naming
+from specjax.models import config_writing, families
 from specjax.models.config import DecoderConfig
 from tests.checkpoints.test_tokenizer import metadata
 
@@ -407,70 +406,3 @@ def test_smollm2_through_gguf(smollm2, tmp_path):
     for key in ("embed.weight", "layers.0.attn.q.weight", "norm.scale"):
         a, b = smollm2.weights[key](), there.weights[key]()
         np.testing.assert_allclose(b, a, rtol=0, atol=np.abs(a).max() / 100)
-
-
-# --- memory ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads what is resident from /proc")
-@pytest.mark.parametrize("what", ["load", "convert"])
-def test_peak_memory_of_a_large_checkpoint(tmp_path, what):
-    """A checkpoint of 1 GB, in another process; what jax itself takes is taken off."""
-    script = f"""
-        import os, resource, sys
-        import jax
-        import specjax
-        from specjax import checkpoints, loading
-        jax.block_until_ready(jax.numpy.ones(3))
-        with open("/proc/self/statm") as file:
-            before = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        if {what!r} == "load":
-            jax.block_until_ready(specjax.load(sys.argv[1], dtype="float32").target)
-        else:
-            checkpoints.convert(sys.argv[1], sys.argv[1] + "-copy")
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
-    """
-    folder, size = _large(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    share = int(done.stdout.split()[-1]) / size
-    print(f"{what}: {share:.3f} of {size} bytes")
-    assert share <= {"load": 1.3, "convert": 0.3}[what]
-
-
-def _large(tmp_path: Path) -> tuple[Path, int]:
-    """16 layers, tied, 1 GB in float32."""
-    config = DecoderConfig(
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=3328,
-        num_layers=16,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=64,
-        tie_embeddings=True,
-    )
-    folder = tmp_path / "large"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_writing.config_to_hf(config)))
-    layout = families.by_model_type("llama").hf
-    rng = np.random.default_rng(0)
-    tensors = [
-        Outgoing(
-            source.names[0],
-            source.shape,
-            np.dtype(np.float32),
-            lambda shape=source.shape: rng.standard_normal(shape, np.float32),
-        )
-        for source in naming.sources(config, layout).values()
-    ]
-    write_shards(folder, tensors, 5_000_000_000)
-    return folder, sum(tensor.size for tensor in tensors)
