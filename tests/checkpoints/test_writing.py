@@ -20,13 +20,9 @@ import tokenizers
 import specjax
 from specjax import checkpoints
 from specjax.checkpoints import gguf_writing, writing
+from specjax.checkpoints.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_gguf
 from specjax.checkpoints.safetensors_folder import read_folder
-from specjax.checkpoints.tokenizer import (
-    PRE_TOKENIZERS,
-    Tokenizer,
-    tokenizer_from_folder,
-    tokenizer_from_gguf,
-)
+from specjax.checkpoints.tokenizer import Tokenizer, tokenizer_from_folder
 from specjax.checkpoints.tokenizer_writing import write_ids, write_tokenizer
 from specjax.checkpoints.writing import FORMATS
 from specjax.models import config_writing, families
