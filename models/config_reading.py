@@ -275,7 +275,7 @@ def decoder_from_hf(
     Args:
       config: the parsed config.json.
       keys: what else the family reads.
-      defaults: what missing keys mean for this family.
+      defaults: what missing keys mean for this family. For null there is no such default.
       changes: fields of `DecoderConfig` that the family has found out by itself.
 
     Returns:
@@ -288,7 +288,7 @@ def decoder_from_hf(
     refuse_unknown(config, _COMMON | set(keys))
     defaults = {"rope_theta": 10000.0} | dict(defaults or {})
     theta = defaults.pop("rope_theta")
-    config = defaults | present(config)
+    config = present(defaults | dict(config))
     fields = dict(changes)
 
     def add(name: str, read: Callable[..., Any], *arguments: Any) -> None:

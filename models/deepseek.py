@@ -49,7 +49,7 @@ def _from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         num_local_experts=given["n_routed_experts"],
     )
     latent = LatentConfig(
-        query_rank=reading.positive_int(given, "q_lora_rank") if "q_lora_rank" in given else None,
+        query_rank=_query_rank(config),
         kv_rank=reading.positive_int(given, "kv_lora_rank"),
         nope_dim=reading.positive_int(given, "qk_nope_head_dim"),
         rope_dim=reading.positive_int(given, "qk_rope_head_dim"),
@@ -70,6 +70,7 @@ def _from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     made = reading.decoder_from_hf(
         {key: value for key, value in config.items() if not _own_code(key, value)},
         keys=_KEYS,
+        defaults={"max_position_embeddings": 4096},
         num_kv_heads=heads,
         head_dim=latent.rope_dim,
         attention_bias=bias,
@@ -79,6 +80,14 @@ def _from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         expert_layers=tuple(i >= dense for i in range(layers)) if 0 < dense < layers else (),
     )
     return dataclasses.replace(made, query_scale=_query_scale(made, given))
+
+
+def _query_rank(config: Mapping[str, Any]) -> int | None:
+    """null switches the compression of queries off, a missing key does not."""
+    config = {"q_lora_rank": 1536} | dict(config)
+    if config["q_lora_rank"] is None:
+        return None
+    return reading.positive_int(config, "q_lora_rank")
 
 
 def _own_code(key: str, value: Any) -> bool:

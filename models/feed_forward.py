@@ -39,6 +39,10 @@ class MLP(nnx.Module):
 def route(scores: Array, bias: Array | None, config: ExpertsConfig) -> tuple[Array, Array]:
     """Which experts each token visits, and with what weight.
 
+    Experts of groups that are not kept count as -inf, as in DeepSeek's code, vLLM and
+    transformers. Releases of transformers before its pull request 45441 set them to 0, which
+    wins over a kept expert that the bias has pushed below 0.
+
     Args:
       scores: `[R, X]` router logits, float32.
       bias: `[X]` added for the choice only, or None.

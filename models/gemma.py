@@ -28,6 +28,8 @@ _GEMMA2 = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 4,
     "query_pre_attn_scalar": 256,
     "rms_norm_eps": 1e-6,
     "sliding_window": 4096,
@@ -95,7 +97,7 @@ def _gemma2(config: Mapping[str, Any]) -> DecoderConfig:
 
 def _gemma3(config: Mapping[str, Any]) -> DecoderConfig:
     given = reading.present(config)
-    full = _GEMMA3 | given
+    full = reading.present(_GEMMA3 | dict(config))
     pattern = _pattern(full)
     longest = reading.positive_int(full, "max_position_embeddings")
     theta, local = _GEMMA3["rope_theta"], {"rope_theta": full.get("rope_local_base_freq", 10000.0)}
@@ -155,31 +157,36 @@ def _gguf(
         "pattern": "attention.sliding_window_pattern",
         "scores": "attn_logit_softcapping",
         "logits": "final_logit_softcapping",
-        "local": "rope.freq_base_swa",
     }
+    if architecture == "gemma3":
+        short["local"] = "rope.freq_base_swa"
     keys = {name: f"{architecture}.{key}" for name, key in short.items()}
     own = own_keys(metadata, architecture, short.values())
+    caps = {keys["scores"]: 50.0, keys["logits"]: 30.0} if architecture == "gemma2" else {}
     hidden = reading.positive_int(own, f"{architecture}.embedding_length")
     config = decoder_from_gguf(
         metadata,
         tensors,
         architecture,
         keys=short.values(),
-        attention_softcap=reading.optional_float(own, keys["scores"]),
-        logit_softcap=reading.optional_float(own, keys["logits"]),
+        attention_softcap=reading.optional_float(caps | own, keys["scores"]),
+        logit_softcap=reading.optional_float(caps | own, keys["logits"]),
         qk_norm=architecture == "gemma3",
         **_common(hidden),
     )
     period = reading.positive_int({keys["pattern"]: period} | own, keys["pattern"])
     window = reading.positive_int(own, keys["window"])
     local = [(i + 1) % period != 0 for i in range(config.num_layers)]
-    width = hidden / config.num_heads if config.num_layers == largest else config.head_dim
-    theta = reading.positive_float({keys["local"]: 10000.0} | own, keys["local"])
+    width = hidden // config.num_heads if config.num_layers == largest else config.head_dim
+    local_rope = None
+    if "local" in keys:
+        theta = reading.positive_float({keys["local"]: 10000.0} | own, keys["local"])
+        local_rope = RopeConfig(theta=theta)
     return dataclasses.replace(
         config,
         windows=tuple(window if i else None for i in local) if any(local) else (),
         query_scale=float(width) ** -0.5,
-        local_rope=RopeConfig(theta=theta) if architecture == "gemma3" else None,
+        local_rope=local_rope,
     )
 
 

@@ -118,7 +118,8 @@ def decoder_from_gguf(
 def _rope(own: Metadata, architecture: str) -> RopeConfig:
     base, scaling = f"{architecture}.rope.freq_base", f"{architecture}.rope.scaling."
     theta = reading.positive_float({base: 10000.0} | own, base)
-    kind = own.get(scaling + "type", "none")
+    # As llama.cpp: a factor alone is linear scaling.
+    kind = own.get(scaling + "type", "linear" if scaling + "factor" in own else "none")
     if kind not in ("none", "linear", "yarn"):
         raise ValueError(
             f"{scaling}type is {kind!r}; supported: none, linear, yarn. Use another file."

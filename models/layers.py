@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from specjax.models.config import DecoderConfig
-from specjax.models.quantized import QuantizedTensor, dequantize
+from specjax.models.quantized import QuantizedTensor, dequantize, elements, in_order_of
 
 __all__ = ["ACTIVATIONS", "LayerNorm", "Linear", "RMSNorm", "Table", "look_up", "matmul", "norm"]
 
@@ -72,6 +72,7 @@ def _dot_quantized(x: Array, weight: QuantizedTensor) -> Array:
     return _dot(x, weight.values.astype(weight.dtype)) * weight.scales[None, :, 0]
 
 
+@jax.jit  # traced once for equal shapes
 def _matmul_quantized_on_cpu(x: Array, weight: QuantizedTensor) -> Array:
     """Converts a few rows of the weight at a time, which then stay in the processor's cache.
 
@@ -81,19 +82,21 @@ def _matmul_quantized_on_cpu(x: Array, weight: QuantizedTensor) -> Array:
     x, (out, width) = x.astype(jnp.float32), weight.shape
     size = 1 << max((_BLOCK // width).bit_length() - 1, 0)  # rows of a block
     blocks = out // size
+    # Bytes that hold two elements are never put in one order: each half meets its own inputs.
+    columns = in_order_of(weight, x)
 
-    def product(part: QuantizedTensor) -> Array:
-        return _matmul_on_cpu(x, dequantize(part, jnp.float32))
+    def product(block: QuantizedTensor) -> Array:
+        return sum(map(_matmul_on_cpu, columns, elements(block, jnp.float32)))
 
-    parts = []
+    found = []
     if blocks:
         full = weight[: blocks * size]
         split = jax.tree.map(lambda part: part.reshape(blocks, size, part.shape[-1]), full)
         y = jax.lax.map(product, split)  # [blocks, rows, size]
-        parts.append(y.swapaxes(0, 1).reshape(y.shape[1], blocks * size))
+        found.append(y.swapaxes(0, 1).reshape(y.shape[1], blocks * size))
     if out % size:
-        parts.append(product(weight[blocks * size :]))
-    return jnp.concatenate(parts, axis=1)
+        found.append(product(weight[blocks * size :]))
+    return jnp.concatenate(found, axis=1)
 
 
 def look_up(table: Array | QuantizedTensor, index: Array) -> Array:

@@ -12,6 +12,9 @@ from specjax.models.naming import HF_DECODER, Layout, hf_ignored, stacked
 
 __all__ = ["MISTRAL", "MIXTRAL"]
 
+# What a missing key means.
+_DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
+
 
 def _windows(config: Mapping[str, Any], default: int | None) -> tuple[int | None, ...]:
     config = {"sliding_window": default} | config
@@ -25,6 +28,7 @@ def _mistral(config: Mapping[str, Any]) -> DecoderConfig:
     return reading.decoder_from_hf(
         config,
         keys={"sliding_window"},
+        defaults=_DEFAULTS,
         windows=_windows(config, 4096),  # null switches it off, a missing key does not
     )
 
@@ -34,7 +38,7 @@ def _mixtral(config: Mapping[str, Any]) -> DecoderConfig:
     return reading.decoder_from_hf(
         config,
         keys={"num_experts_per_tok", "num_local_experts", "sliding_window"},
-        defaults={"rope_theta": 1e6},
+        defaults=_DEFAULTS | {"rope_theta": 1e6},
         windows=_windows(config, None),
         experts=ExpertsConfig(
             num_experts=reading.positive_int(experts, "num_local_experts"),

@@ -22,7 +22,9 @@ __all__ = [
     "QuantizedTensor",
     "as_array",
     "dequantize",
+    "elements",
     "empty_slots",
+    "in_order_of",
     "integers",
     "quantize",
     "quantize_weight",
@@ -107,15 +109,13 @@ def _quantize(array: Array, bits: int, group: int) -> QuantizedTensor:
     x = array.astype(jnp.float32).reshape(*lead, size // group, group)
     if bits == 8 and group == size:
         scales, offsets = jnp.max(jnp.abs(x), axis=-1) / 127, None
-        numbers = _nearest(x, scales, -127, 127).astype(jnp.int8)
+        numbers = _nearest(x, scales[..., None], -127, 127).astype(jnp.int8)
     else:
-        levels = 2**bits - 1
-        # What is stored is what elements are rounded by: float16 holds less than float32.
-        low = jnp.min(x, axis=-1)
-        offsets = low.astype(jnp.float16)
-        scales = ((jnp.max(x, axis=-1) - low) / levels).astype(jnp.float16)
+        scales, offsets = _spacing(x, bits)
         above = x - offsets.astype(jnp.float32)[..., None]
-        numbers = _nearest(above, scales.astype(jnp.float32), 0, levels).astype(jnp.uint8)
+        numbers = _nearest(above, scales.astype(jnp.float32)[..., None], 0, 2**bits - 1).astype(
+            jnp.uint8
+        )
     if bits == 4:
         # A byte holds an element of a group's first half below one of its second half.
         first, second = jnp.split(numbers, 2, axis=-1)
@@ -129,26 +129,80 @@ def _quantize(array: Array, bits: int, group: int) -> QuantizedTensor:
     )
 
 
+def _spacing(x: Array, bits: int) -> tuple[Array, Array]:
+    """Scales and offsets `[...]` of groups `[..., group]`, those that err least.
+
+    Levels from the smallest to the largest element, or about zero with the largest in size on the
+    first level; with 8 bits also 16 times the levels of 4 bits, or the largest on the last level.
+    So what was in 4 or 8 bits before (GGUF: Q4_1, Q4_0, Q8_0) stays exactly as it was.
+    """
+    low, high = jnp.min(x, axis=-1), jnp.max(x, axis=-1)
+    span, extreme = high - low, jnp.where(high > -low, high, low)
+    half = 2 ** (bits - 1)
+    first = extreme / -half
+    choices = [(span / (2**bits - 1), low), (first, -half * first)]
+    if bits == 8:
+        last = jnp.abs(extreme) / 127
+        choices += [(span / 240, low), (last, -half * last)]
+
+    def error(choice: tuple[Array, Array]) -> Array:
+        # Float16 holds less than float32: what is stored is what elements are rounded by.
+        scale, offset = (part.astype(jnp.float32)[..., None] for part in choice)
+        levels = _nearest(x - offset, scale, 0, 2**bits - 1)
+        return jnp.max(jnp.abs(levels * scale + offset - x), axis=-1)
+
+    stored = [jax.tree.map(lambda part: part.astype(jnp.float16), choice) for choice in choices]
+    best = stored[0]
+    for other in stored[1:]:
+        better = error(other) < error(best)
+        best = jax.tree.map(functools.partial(jnp.where, better), other, best)
+    return best
+
+
 def _nearest(x: Array, scales: Array, low: int, high: int) -> Array:
-    scales = jnp.where(scales == 0, 1.0, scales)[..., None]
+    scales = jnp.where(scales == 0, 1.0, scales)
     return jnp.clip(jnp.round(x / scales), low, high)
 
 
 def integers(tensor: QuantizedTensor) -> Array:
     """The integers, one a byte: `[..., in / group, group]`."""
+    return jnp.concatenate(_numbers(tensor), axis=-1)
+
+
+def _numbers(tensor: QuantizedTensor) -> list[Array]:
+    """The first and the second half of each group `[..., in / group, group / 2]`; of 8 bits both
+    as one `[..., in / group, group]`."""
     *lead, groups = tensor.scales.shape
     values = tensor.values.reshape(*lead, groups, -1)
+    return [values] if tensor.bits == 8 else [values & 15, values >> 4]
+
+
+def elements(tensor: QuantizedTensor, dtype: Any) -> list[Array]:
+    """The array that it stands for in the parts in which its bytes hold it, whose order
+    `in_order_of` gives to other arrays: `[..., in]`, or of 4 bits two `[..., in / 2]`."""
+    scales = tensor.scales.astype(jnp.float32)[..., None]
+    found = []
+    for numbers in _numbers(tensor):
+        x = numbers.astype(jnp.float32) * scales
+        if tensor.offsets is not None:
+            x = x + tensor.offsets.astype(jnp.float32)[..., None]
+        found.append(x.reshape(*x.shape[:-2], -1).astype(dtype))
+    return found
+
+
+def in_order_of(tensor: QuantizedTensor, x: Array) -> list[Array]:
+    """Parts of `x [..., in]` that belong to the parts of `elements(tensor)`."""
     if tensor.bits == 8:
-        return values
-    return jnp.concatenate([values & 15, values >> 4], axis=-1)
+        return [x]
+    grouped = x.reshape(*x.shape[:-1], tensor.scales.shape[-1], 2, -1)
+    return [grouped[..., half, :].reshape(*x.shape[:-1], -1) for half in range(2)]
 
 
 def dequantize(tensor: QuantizedTensor, dtype: Any = None) -> Array:
     """The array that it stands for, `[..., in]`."""
-    x = integers(tensor).astype(jnp.float32) * tensor.scales.astype(jnp.float32)[..., None]
-    if tensor.offsets is not None:
-        x = x + tensor.offsets.astype(jnp.float32)[..., None]
-    return x.reshape(tensor.shape).astype(tensor.dtype if dtype is None else dtype)
+    wanted = tensor.dtype if dtype is None else dtype
+    grouped = [part.reshape(*tensor.scales.shape, -1) for part in elements(tensor, wanted)]
+    return jnp.concatenate(grouped, axis=-1).reshape(tensor.shape)
 
 
 def as_array(array: Array | QuantizedTensor) -> Array:
@@ -162,11 +216,10 @@ def as_array(array: Array | QuantizedTensor) -> Array:
 def quantize_weight(
     path: tuple[Any, ...], weight: Array | QuantizedTensor, bits: int
 ) -> Array | QuantizedTensor:
-    """A weight of a decoder in at most so many bits.
+    """A weight of a decoder in at most so many bits, with a scale for each 32 inputs.
 
-    A scale serves 32 inputs. Vectors, routers and tables of positions stay as they are. Embedding
-    and head take 8 bits and one scale a row: they are what 4 bits hurt most, and a product that
-    is as long as the vocabulary is fastest so.
+    Vectors, routers and tables of positions stay as they are. Embedding and head take 8 bits: they
+    are what 4 bits hurt most.
 
     Args:
       path: of the weight in the tree, e.g. `("layers", 3, "attn", "q", "weight")`.
@@ -176,11 +229,10 @@ def quantize_weight(
     if weight.ndim < 2 or "router" in path or "positions" in path:
         return weight
     group = math.gcd(weight.shape[-1], _GROUP)
-    whole = path[0] in ("embed", "head") or group < 8
-    bits = 8 if whole else bits
+    bits = 8 if path[0] in ("embed", "head") or group < 8 else bits
     if isinstance(weight, QuantizedTensor) and weight.bits <= bits:
         return weight
-    return quantize(as_array(weight), bits, weight.shape[-1] if whole else group)
+    return quantize(as_array(weight), bits, weight.shape[-1] if group < 8 else group)
 
 
 # --- keys and values -------------------------------------------------------------------------

@@ -22,6 +22,10 @@ _EXPERT_KEYS = frozenset(
     num_experts_per_tok num_local_experts
     """.split()
 )
+# What a missing key means.
+_QWEN2 = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+_QWEN3 = _QWEN2 | {"head_dim": 128}
+_QWEN3_MOE = _QWEN2 | {"num_key_value_heads": 4}
 _Tensors = Mapping[str, Callable[[], np.ndarray]]
 
 
@@ -42,12 +46,19 @@ def _windows(config: Mapping[str, Any], first: int) -> dict[str, Any]:
 
 
 def _qwen2(config: Mapping[str, Any]) -> DecoderConfig:
-    return reading.decoder_from_hf(config, **_windows(config, 28), attention_bias=True)
+    return reading.decoder_from_hf(
+        config, defaults=_QWEN2, **_windows(config, 28), attention_bias=True
+    )
 
 
-def _qwen3(config: Mapping[str, Any], first: int = 28, **changes: Any) -> DecoderConfig:
+def _qwen3(config: Mapping[str, Any]) -> DecoderConfig:
+    return _with_norms(config, _windows(config, 28), defaults=_QWEN3)
+
+
+def _with_norms(
+    config: Mapping[str, Any], windows: dict[str, Any], **changes: Any
+) -> DecoderConfig:
     bias = reading.flag(config, "attention_bias", False)
-    windows = _windows(config, first)
     keys = windows.pop("keys") | {"attention_bias"} | changes.pop("keys", set())
     return reading.decoder_from_hf(
         config,
@@ -80,9 +91,12 @@ def _qwen3_moe(config: Mapping[str, Any]) -> DecoderConfig:
         intermediate_size=reading.positive_int(named, "moe_intermediate_size"),
         normalise=reading.flag(named, "norm_topk_prob", False),
     )
-    return _qwen3(
+    # Here a window is that of all layers, whatever max_window_layers says.
+    windows = _windows({k: v for k, v in config.items() if k != "max_window_layers"}, 0)
+    return _with_norms(
         config,
-        first=0,
+        windows,
+        defaults=_QWEN3_MOE,
         keys=_EXPERT_KEYS,
         experts=experts if any(routed) else None,
         expert_layers=() if all(routed) or not any(routed) else routed,

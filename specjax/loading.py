@@ -79,8 +79,8 @@ def load(
       mesh: devices to spread the weights over, with axes "data" and "model".
       dtype: "float32", "bfloat16" or "float16"; default float32 on a CPU, else bfloat16.
       quantize: "int8" or "int4" rounds the target's weights as they are read, with a scale for
-        each 32 inputs. Embedding and head take int8 and a scale for each row; norms, biases and
-        routers stay as they are.
+        each 32 inputs; what a file holds in as many bits (GGUF's Q8_0, Q4_0, Q4_1) stays as it is.
+        Embedding and head take int8; norms, biases and routers are not rounded.
       kv_cache: "int8" rounds keys and values, of the target and of a draft model, with a scale for
         each token and head.
 

@@ -62,6 +62,14 @@ def test_the_choice(changes):
             assert found[expert] == pytest.approx(weight, abs=1e-6)
 
 
+def test_a_group_that_is_not_kept_stays_closed_below_zero():
+    config = dataclasses.replace(BASE, scoring="sigmoid", groups=4, groups_kept=1)
+    bias = jnp.asarray([-2.0, -2.0, -3.0, -3.0, -1.0, -9.0, -0.9, -0.8])
+    chosen, weights = feed_forward.route(jnp.zeros((1, 8)), bias, config)
+    assert sorted(chosen[0].tolist()) == [6, 7]
+    np.testing.assert_allclose(weights, [[0.5, 0.5]])
+
+
 def test_forms_of_the_sum():
     keys = jax.random.split(jax.random.key(0), 5)
     x = jax.random.normal(keys[0], (5, 12))

@@ -65,6 +65,21 @@ BASES = {
 }
 
 
+# A missing key means what the class of the family in transformers has for it.
+KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "gemma2": 4,
+            "gemma3_text": 4}  # fmt: skip
+MAX_POSITION = {"mistral": 131072, "mixtral": 131072, "qwen2": 32768, "qwen3": 32768,
+                "qwen3_moe": 32768, "gemma2": 8192, "gemma3_text": 131072,
+                "deepseek_v3": 4096}  # fmt: skip
+HEAD_DIM = {"mistral": 16, "mixtral": 16, "qwen2": 16, "qwen3": 128, "qwen3_moe": 16,
+            "gemma2": 256, "gemma3_text": 256}  # fmt: skip
+
+
+def without(model_type, *keys, **changes):
+    config = {k: v for k, v in (BASES[model_type] | changes).items() if k not in keys}
+    return families.by_model_type(model_type).config_from_hf(config)
+
+
 def read(model_type, **changes):
     base = BASES[model_type]
     if model_type == "gemma3":
@@ -92,6 +107,7 @@ YARN = {"type": "yarn", "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 2.0}
         ("qwen3", {"attention_bias": True}, {"attention_bias": True, "output_bias": True}),
         ("qwen3", SLIDES | {"layer_types": TYPES}, {"windows": (None, 8, None, 8)}),
         ("qwen3_moe", {}, {"expert_layers": (), "qk_norm": True}),
+        ("qwen3_moe", SLIDES, {"windows": (8,) * 4}),
         ("qwen3_moe", {"mlp_only_layers": [2]}, {"expert_layers": (True, True, False, True)}),
         ("qwen3_moe", {"decoder_sparse_step": 2}, {"expert_layers": (False, True) * 2}),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, {"experts": None}),
@@ -202,6 +218,87 @@ def test_read(model_type, changes, fields):
     for name, wanted in fields.items():
         value = getattr(config, name)
         assert value == (pytest.approx(wanted) if isinstance(wanted, float) else wanted)
+
+
+@pytest.mark.parametrize("model_type", KV_HEADS)
+def test_missing_sizes_are_those_of_the_family(model_type):
+    wide = {"num_attention_heads": 32, "hidden_size": 512}
+    config = without(
+        model_type, "num_key_value_heads", "head_dim", "max_position_embeddings", **wide
+    )
+    assert config.num_kv_heads == KV_HEADS[model_type]
+    assert config.head_dim == HEAD_DIM[model_type]
+    assert config.max_position == MAX_POSITION[model_type]
+    assert config.tie_embeddings == model_type.startswith("gemma")
+    theta = 1e6 if model_type in ("mixtral", "gemma3_text") else 1e4
+    assert config.rope == RopeConfig(theta=theta)
+
+
+def test_null_is_not_a_missing_key():
+    for model_type in ("mistral", "mixtral", "qwen2", "qwen3"):
+        assert read(model_type, num_key_value_heads=None).num_kv_heads == 4
+    for gemma in ("gemma2", "gemma3_text"):
+        assert without(gemma, "rms_norm_eps").norm_eps == 1e-6
+        with pytest.raises(ValueError, match="rms_norm_eps is missing"):
+            read(gemma, rms_norm_eps=None)
+
+
+def test_missing_keys_of_deepseek():
+    config = without("deepseek_v3", "q_lora_rank", "max_position_embeddings")
+    assert config.latent.query_rank == 1536
+    assert config.max_position == MAX_POSITION["deepseek_v3"]
+    assert read("deepseek_v3", q_lora_rank=None).latent.query_rank is None
+
+
+def test_missing_flags_of_experts():
+    assert not read("qwen3_moe").experts.normalise
+    assert read("qwen3_moe", norm_topk_prob=True).experts.normalise
+    assert read("mixtral").experts.normalise
+    assert read("deepseek_v3").experts.normalise
+
+
+def gguf(architecture, layers=2, **changes):
+    family = families.by_gguf_architecture(architecture)
+    sizes = {
+        "vocab_size": 20,
+        "embedding_length": 40,
+        "feed_forward_length": 24,
+        "block_count": layers,
+        "attention.head_count": 4,
+        "attention.key_length": 6,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "context_length": 64,
+    } | {key.replace("__", "."): value for key, value in changes.items()}
+    return family.config_from_gguf({f"{architecture}.{k}": v for k, v in sizes.items()}, {})
+
+
+@pytest.mark.parametrize(("architecture", "largest"), [("gemma2", 46), ("gemma3", 62)])
+def test_queries_in_a_gguf_file_of_gemma(architecture, largest):
+    """By the head size, but in the 27B releases by the width a head."""
+    window = {"attention__sliding_window": 8}
+    for layers in (26, 34, 42, 48):
+        assert gguf(architecture, layers, **window).query_scale == pytest.approx(6**-0.5)
+    assert gguf(architecture, largest, **window).query_scale == pytest.approx(10**-0.5)
+
+
+def test_caps_in_a_gguf_file_of_gemma():
+    window = {"attention__sliding_window": 8}
+    config = gguf("gemma2", **window)
+    assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
+    config = gguf("gemma2", **window, attn_logit_softcapping=5.0, final_logit_softcapping=7.0)
+    assert (config.attention_softcap, config.logit_softcap) == (5.0, 7.0)
+    config = gguf("gemma3", **window)
+    assert (config.attention_softcap, config.logit_softcap) == (None, None)
+    with pytest.raises(ValueError, match=r"gemma2\.rope\.freq_base_swa"):
+        gguf("gemma2", **window, rope__freq_base_swa=100.0)
+    assert gguf("gemma3", **window, rope__freq_base_swa=9.0).local_rope == RopeConfig(theta=9.0)
+
+
+def test_a_factor_alone_in_a_gguf_file_is_linear():
+    wanted = RopeConfig(kind="linear", factor=4.0)
+    assert gguf("qwen3", rope__scaling__factor=4.0).rope == wanted
+    off = gguf("qwen3", rope__scaling__factor=4.0, rope__scaling__type="none")
+    assert off.rope == RopeConfig()
 
 
 @pytest.mark.parametrize(

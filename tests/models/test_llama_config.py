@@ -80,6 +80,10 @@ def test_defaults():
             RopeConfig(theta=500.0, kind="llama3", factor=8.0, original_max_position=16),
         ),
         (
+            {"type": "llama3", **LLAMA3},
+            RopeConfig(theta=500.0, kind="llama3", factor=8.0, original_max_position=16),
+        ),
+        (
             {"rope_type": "yarn", "factor": 4.0},
             RopeConfig(theta=500.0, kind="yarn", factor=4.0, original_max_position=64),
         ),
