@@ -11,9 +11,9 @@ from specjax.models.config import DecoderConfig
 from specjax.models.layers import Linear, RMSNorm
 from specjax.models.quantized import QuantizedTensor, as_array, stored_like
 from specjax.models.rope import rotate
-from specjax.types import record
+from specjax.types import PyTree, record
 
-__all__ = ["Attention", "LatentAttention", "Pass", "attend"]
+__all__ = ["Attention", "KeysValues", "LatentAttention", "Pass", "attend", "joined"]
 
 Held = Array | QuantizedTensor
 KeysValues = tuple[Held, Held]
@@ -25,8 +25,9 @@ class Pass:
 
     positions: Array  # [B, T] int32
     lengths: Array  # [B] int32: tokens in the cache
-    mask: Array  # [1 or B, T, T] bool: who sees whom within the block
+    mask: Array  # [1 or B, T, U] bool: which keys of the block each query sees
     rotation: tuple[Array, Array] | None  # cos and sin [B, T, rotated / 2]
+    key_positions: Array | None = None  # [B, U] int32; None: U = T, keys are where queries are
 
 
 def attend(
@@ -43,7 +44,8 @@ def attend(
 
     Args:
       query: `[B, T, H, D]`; heads `g * H / G ...` share key/value head g.
-      block: keys `[B, G, T, D]` and values `[B, G, T, DV]` of this pass, in the cache's form.
+      block: keys `[B, G, U, D]` and values `[B, G, U, DV]` of this pass, in the cache's form. U is
+        T, or more if keys of earlier passes, which are not in the cache, come first.
       cache: keys `[B, G, S, D]` and values `[B, G, S, DV]`; position p lies in slot p mod S.
       here: positions, lengths and mask.
       scale: on the queries.
@@ -92,11 +94,12 @@ def attend(
         old = old.reshape(batch, groups, repeat, steps, slots)
         old = jnp.where(seen[:, None, None], old, -jnp.inf)
         old = old.reshape(batch, groups, repeat * steps, slots)
-        apart = here.positions[:, :, None] - here.positions[:, None, :]
+        keys = here.positions if here.key_positions is None else here.key_positions
+        apart = here.positions[:, :, None] - keys[:, None, :]
         mask = here.mask & (apart < window)
-    new = new.reshape(batch, groups, repeat, steps, steps)
+    new = new.reshape(batch, groups, repeat, steps, -1)
     new = jnp.where(mask[:, None, None, :, :], new, -jnp.inf)
-    new = new.reshape(batch, groups, repeat * steps, steps)
+    new = new.reshape(batch, groups, repeat * steps, -1)
 
     # Every query sees at least itself, so the maximum is finite.
     top = jnp.maximum(jnp.max(old, axis=-1, initial=-jnp.inf), jnp.max(new, axis=-1))[..., None]
@@ -105,6 +108,11 @@ def attend(
     out = weighted("bgxs,bgsd->bgxd", old, cache[1]) + weighted("bgxt,bgtd->bgxd", new, block[1])
     out = (out / total).reshape(batch, groups, repeat, steps, -1)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, steps, heads, -1).astype(query.dtype)
+
+
+def joined(earlier: PyTree, block: PyTree) -> PyTree:
+    """Keys or values of earlier passes, then of this one, along the axis of tokens."""
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), earlier, block)
 
 
 def _by_token(held: QuantizedTensor) -> Array:
@@ -144,33 +152,37 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(size, config.norm_eps, config.norm_offset, "head_dim")
             self.k_norm = RMSNorm(size, config.norm_eps, config.norm_offset, "head_dim")
 
-    def __call__(self, x: Array, cache: KeysValues, here: Pass) -> tuple[Array, KeysValues]:
+    def __call__(
+        self, x: Array, cache: KeysValues, here: Pass, earlier: KeysValues | None = None
+    ) -> tuple[Array, KeysValues]:
         """`x [B, T, E]` to `[B, T, E]`, and this block's keys and values `[B, G, T, D]`."""
-        batch, steps, _ = x.shape
-
-        def split(y: Array) -> Array:
-            return y.reshape(batch, steps, -1, self.head_dim)
-
-        def turned(y: Array, name: str) -> Array:
-            if hasattr(self, name):
-                y = getattr(self, name)(y)
-            return y if here.rotation is None else rotate(y, *here.rotation)
-
-        def stored(y: Array) -> Held:
-            return stored_like(cache[0], y.swapaxes(1, 2))
-
-        query = turned(split(self.q(x)), "q_norm")
-        block = stored(turned(split(self.k(x)), "k_norm")), stored(split(self.v(x)))
+        query = self._turned(self.q(x), "q_norm", here)
+        block = self.keys_values(x, cache, here)
         out = attend(
             query,
-            block,
+            block if earlier is None else joined(earlier, block),
             cache,
             here,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
         )
-        return self.o(out.reshape(batch, steps, -1)), block
+        return self.o(out.reshape(*x.shape[:2], -1)), block
+
+    def keys_values(self, x: Array, cache: KeysValues, here: Pass) -> KeysValues:
+        """Keys and values `[B, G, T, D]` of `x [B, T, E]`, in the cache's form."""
+        keys = self._turned(self.k(x), "k_norm", here).swapaxes(1, 2)
+        values = self._split(self.v(x)).swapaxes(1, 2)
+        return stored_like(cache[0], keys), stored_like(cache[1], values)
+
+    def _split(self, y: Array) -> Array:
+        return y.reshape(*y.shape[:2], -1, self.head_dim)
+
+    def _turned(self, y: Array, norm: str, here: Pass) -> Array:
+        y = self._split(y)
+        if hasattr(self, norm):
+            y = getattr(self, norm)(y)
+        return y if here.rotation is None else rotate(y, *here.rotation)
 
 
 class LatentAttention(nnx.Module):
@@ -202,7 +214,9 @@ class LatentAttention(nnx.Module):
         axes = ("embed", ("heads", latent.value_dim))
         self.o = Linear(axes, (width, heads * latent.value_dim), config.output_bias, rngs)
 
-    def __call__(self, x: Array, cache: KeysValues, here: Pass) -> tuple[Array, KeysValues]:
+    def __call__(
+        self, x: Array, cache: KeysValues, here: Pass, earlier: KeysValues | None = None
+    ) -> tuple[Array, KeysValues]:
         """`x [B, T, E]` to `[B, T, E]`; this block's keys `[B, 1, T, rank + rope]`, no values."""
         batch, steps, _ = x.shape
         latent, heads = self.latent, self.heads
@@ -223,8 +237,9 @@ class LatentAttention(nnx.Module):
             [_per_head("bthd,hdr->bthr", plain, to_key), rotate(turned, *here.rotation)], axis=-1
         )
         values = lambda keys: keys[..., : latent.kv_rank]
+        keys = block if earlier is None else joined(earlier[0], block)
         out = attend(
-            query, (block, values(block)), (cache[0], values(cache[0])), here, scale=self.scale
+            query, (keys, values(keys)), (cache[0], values(cache[0])), here, scale=self.scale
         )
         out = _per_head("bthr,hdr->bthd", out, by_head(self.v.weight[...], latent.value_dim))
         return self.o(out.reshape(batch, steps, -1).astype(x.dtype)), (block, block[..., :0])

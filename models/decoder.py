@@ -19,12 +19,22 @@ from jax import Array
 from specjax.models.attention import Attention, KeysValues, LatentAttention, Pass
 from specjax.models.config import DecoderConfig
 from specjax.models.feed_forward import MLP, Experts
+from specjax.models.functional import Functional, functional
 from specjax.models.layers import Linear, Table, matmul, norm
 from specjax.models.quantized import BITS, empty_slots
 from specjax.models.rope import inverse_frequencies, rotation
 from specjax.types import Block, Cache, Forward, Model
 
-__all__ = ["Decoder", "abstract_weights", "decoder_model", "first_layers", "random_weights"]
+__all__ = [
+    "Decoder",
+    "Layer",
+    "abstract_weights",
+    "decoder_model",
+    "empty_cache",
+    "first_layers",
+    "known_after",
+    "random_weights",
+]
 
 
 _RING_STEP = 128  # slots of a ring: a multiple of this, so that no chunk of a prompt wraps round
@@ -48,9 +58,11 @@ class Layer(nnx.Module):
             self.attn_post_norm, self.mlp_post_norm = norm(config), norm(config)
         self.parallel = config.parallel
 
-    def __call__(self, x: Array, cache: KeysValues, here: Pass) -> tuple[Array, KeysValues]:
+    def __call__(
+        self, x: Array, cache: KeysValues, here: Pass, earlier: KeysValues | None = None
+    ) -> tuple[Array, KeysValues]:
         """`[B, T, E]` to `[B, T, E]`, and this block's keys and values."""
-        out, block = self.attn(self.attn_norm(x), cache, here)
+        out, block = self.attn(self.attn_norm(x), cache, here, earlier)
         if hasattr(self, "attn_post_norm"):
             out = self.attn_post_norm(out)
         if self.parallel:
@@ -87,9 +99,7 @@ class Decoder(nnx.Module):
         """One pass; see `specjax.types.ForwardFn`."""
         config = self.config
         # Activations stay in float32; products take them in the dtype of their weights.
-        x = self.embed(tokens)
-        if config.embed_scale is not None:
-            x = x * config.embed_scale
+        x = self.embedded(tokens)
         if config.learned_positions:
             x = x + self.positions(jnp.minimum(positions, config.max_position - 1))
         passes = self._passes(positions, cache.lengths, mask)
@@ -122,6 +132,11 @@ class Decoder(nnx.Module):
             for local, rope in ropes.items()
         }
 
+    def embedded(self, tokens: Array) -> Array:
+        """`[...]` int32 to `[..., E]` float32: what the first layer reads, without positions."""
+        x = self.embed(tokens)
+        return x if self.config.embed_scale is None else x * self.config.embed_scale
+
     def unembed(self, hidden: Array) -> Array:
         """`[..., E]` to float32 logits `[..., V]`."""
         embed = self.embed if self.config.tie_embeddings else self.head
@@ -137,27 +152,21 @@ def _rotated(config: DecoderConfig) -> int:
 
 
 @functools.cache
-def _abstract(config: DecoderConfig) -> tuple[Any, dict[str, Any], tuple]:
-    module = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
-    graph, state = nnx.split(module)
-    axes = {}
-    for path, variable in nnx.to_flat_state(state):
-        axes[path] = variable.get_metadata()["logical_axes"]
-    return graph, nnx.to_pure_dict(state), tuple(sorted(axes.items(), key=str))
+def _functional(config: DecoderConfig) -> Functional:
+    return functional(lambda rngs: Decoder(config, rngs))
 
 
 def abstract_weights(config: DecoderConfig) -> dict[str, Any]:
     """The weights' tree with a `jax.ShapeDtypeStruct` for each leaf (float32)."""
-    return _abstract(config)[1]
+    return _functional(config).abstract
 
 
 def random_weights(config: DecoderConfig, key: Array, dtype: Any = jnp.float32) -> dict[str, Any]:
     """Freshly initialised weights, e.g. for tests and for training."""
-    state = nnx.state(Decoder(config, nnx.Rngs(params=key)))
-    return jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
+    return _functional(config).random(key, dtype)
 
 
-def _after(hidden: Array, block: Block) -> Block:
+def known_after(hidden: Array, block: Block) -> Block:
     """The same block, known only once the whole pass is over.
 
     Whoever appends it has then read all of the old cache, and XLA can write the cache in place;
@@ -191,34 +200,24 @@ def _decoder_model(config: DecoderConfig, kv_cache: str | None) -> Model:
     for rope in (config.rope, config.local_rope):
         if rope is not None:
             inverse_frequencies(rope, _rotated(config))  # refuse a bad rope before any compilation
-    graph, _, axes = _abstract(config)
+    parts = _functional(config)
     bits = None if kv_cache is None else BITS[kv_cache]
 
-    def bind(weights: Any) -> Decoder:
-        return nnx.merge(graph, nnx.State(weights))
-
     def forward(weights, tokens, positions, cache, mask, features=()) -> Forward:
-        out = bind(weights)(tokens, positions, cache, mask, features)
+        out = parts.bind(weights)(tokens, positions, cache, mask, features)
         return Forward(
-            hidden=out.hidden, features=out.features, block=_after(out.hidden, out.block)
+            hidden=out.hidden, features=out.features, block=known_after(out.hidden, out.block)
         )
 
     def unembed(weights, hidden) -> Array:
-        return bind(weights).unembed(hidden)
+        return parts.bind(weights).unembed(hidden)
+
+    def embed(weights, tokens) -> Array:
+        return parts.bind(weights).embedded(tokens)
 
     def init_cache(weights, batch, slots) -> Cache:
         dtype = weights["layers"][0]["attn"]["k"]["weight"].dtype
-        if jax.default_backend() == "cpu":
-            # XLA's CPU backend would convert a whole bfloat16 cache to write one token into it.
-            dtype = jnp.float32
-        layers = range(config.num_layers)
-        keys, values = zip(*(_layer_slots(config, i, slots) for i in layers), strict=True)
-        return Cache(
-            keys=tuple(empty_slots((batch, *shape), dtype, bits) for shape in keys),
-            values=tuple(empty_slots((batch, *shape), dtype, bits) for shape in values),
-            lengths=jnp.zeros(batch, jnp.int32),
-            rings=tuple(config.window(i) is not None for i in layers),
-        )
+        return empty_cache(config, dtype, batch, slots, bits)
 
     return Model(
         forward=forward,
@@ -226,8 +225,26 @@ def _decoder_model(config: DecoderConfig, kv_cache: str | None) -> Model:
         init_cache=init_cache,
         vocab_size=config.vocab_size,
         max_position=config.max_position,
-        logical_axes=axes,
+        logical_axes=parts.axes,
         config=config,
+        embed=embed,
+    )
+
+
+def empty_cache(
+    config: DecoderConfig, dtype: Any, batch: int, slots: int, bits: int | None = None
+) -> Cache:
+    """A cache for the layers of a configuration, whose weights have the type `dtype`."""
+    if jax.default_backend() == "cpu":
+        # XLA's CPU backend would convert a whole bfloat16 cache to write one token into it.
+        dtype = jnp.float32
+    layers = range(config.num_layers)
+    keys, values = zip(*(_layer_slots(config, i, slots) for i in layers), strict=True)
+    return Cache(
+        keys=tuple(empty_slots((batch, *shape), dtype, bits) for shape in keys),
+        values=tuple(empty_slots((batch, *shape), dtype, bits) for shape in values),
+        lengths=jnp.zeros(batch, jnp.int32),
+        rings=tuple(config.window(i) is not None for i in layers),
     )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import abstract_weights
+from specjax.models.functional import paths
 
 __all__ = [
     "GGUF_DECODER",
@@ -112,17 +113,7 @@ def parameters(config: DecoderConfig) -> dict[str, Shape]:
       >>> parameters(config)["layers.0.attn.k.weight"]
       (4, 8)
     """
-    found: dict[str, Shape] = {}
-
-    def walk(path: str, node: Any) -> None:
-        if isinstance(node, Mapping):
-            for key, child in node.items():
-                walk(f"{path}.{key}" if path else str(key), child)
-        else:
-            found[path] = tuple(node.shape)
-
-    walk("", abstract_weights(config))
-    return found
+    return paths(abstract_weights(config))
 
 
 def sources(config: DecoderConfig, layout: Layout) -> dict[str, Source]:

@@ -135,6 +135,12 @@ class UnembedFn(Protocol):
     def __call__(self, weights: PyTree, hidden: Array) -> Array: ...
 
 
+class EmbedFn(Protocol):
+    """Tokens `[...]` int32 to what the first layer reads, `[..., E]` float32, without positions."""
+
+    def __call__(self, weights: PyTree, tokens: Array) -> Array: ...
+
+
 class InitCacheFn(Protocol):
     """An empty cache with `slots` slots a row."""
 
@@ -151,6 +157,7 @@ class Model(NamedTuple):
     max_position: int
     logical_axes: Hashable  # ((path, (axis name, ...)), ...) of every weight
     config: Hashable = None
+    embed: EmbedFn | None = None  # drafters that read the target's embedding need it
 
 
 # --- drafts ----------------------------------------------------------------------------------
