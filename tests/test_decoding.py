@@ -396,7 +396,7 @@ def test_the_loop_copies_no_cache_and_calls_no_host(drafter, batch, dtype):
 
 def test_copies_would_be_seen(monkeypatch):
     """Without the tie between a pass and its block, the program does copy, and this finds it."""
-    monkeypatch.setattr("specjax.models.decoder._after", lambda hidden, block: block)
+    monkeypatch.setattr("specjax.models.decoder.known_after", lambda hidden, block: block)
     decoder._decoder_model.cache_clear()
     try:
         copies, _ = _cache_copies(_deep.__wrapped__("plain"), 1)
