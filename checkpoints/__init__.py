@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specjax.checkpoints.draft_reading import DraftCheckpoint, draft_format, read_draft
 from specjax.checkpoints.orbax_folder import verify
 from specjax.checkpoints.reading import Checkpoint, read
 from specjax.checkpoints.registry import available, resolve
@@ -11,10 +12,13 @@ from specjax.checkpoints.writing import convert, save
 __all__ = [
     "Checkpoint",
     "Detokenizer",
+    "DraftCheckpoint",
     "Tokenizer",
     "available",
     "convert",
+    "draft_format",
     "read",
+    "read_draft",
     "resolve",
     "save",
     "verify",

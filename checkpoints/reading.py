@@ -29,7 +29,7 @@ from specjax.models.config import DecoderConfig
 from specjax.models.family import Family
 from specjax.models.naming import Layout, Source, sources
 
-__all__ = ["Checkpoint", "Place", "read"]
+__all__ = ["Checkpoint", "Place", "read", "read_source"]
 
 
 class Place(Protocol):
@@ -93,7 +93,7 @@ def _read_orbax(path: Path, dtype: np.dtype | None) -> Checkpoint:
     header = folder.header
     wanted = orbax_sources(folder)
     found = match(wanted, folder.tensors, lambda name: False, path)
-    weights = {key: functools.partial(_load, found[key], wanted[key], dtype) for key in found}
+    weights = {key: functools.partial(read_source, found[key], wanted[key], dtype) for key in found}
     tokenizer = tokenizer_from_folder(path)
     bos = None if tokenizer is None else tokenizer.ids.bos
     ids = SpecialIds(bos, header.eos_ids, header.pad_id)
@@ -184,11 +184,19 @@ def _weights(
     wanted = sources(config, layout)
     found = match(wanted, stored, lambda name: layout.ignored(name, config), path)
     return {
-        key: functools.partial(_load, parts, wanted[key], dtype) for key, parts in found.items()
+        key: functools.partial(read_source, parts, wanted[key], dtype) for key, parts in found.items()
     }
 
 
-def _load(tensors: tuple[StoredTensor, ...], source: Source, dtype: np.dtype | None) -> np.ndarray:
+def read_source(
+    tensors: tuple[StoredTensor, ...], source: Source, dtype: np.dtype | None
+) -> np.ndarray:
+    """One parameter from its tensors.
+
+    Args:
+      dtype: what is wanted; None, or a source that is exact: the stored type.
+    """
+
     def read(tensor: StoredTensor) -> np.ndarray:
         array = tensor.read()
         array = array if source.turn is None else source.turn(array)

@@ -136,8 +136,11 @@ def _in_window(here: Pass, slots: int, window: int) -> Array:
 class Attention(nnx.Module):
     """Multi-head attention with shared key/value heads (Ainslie et al. 2023) and RoPE."""
 
-    def __init__(self, config: DecoderConfig, window: int | None, rngs: nnx.Rngs):
-        width, size = config.hidden_size, config.head_dim
+    def __init__(
+        self, config: DecoderConfig, window: int | None, rngs: nnx.Rngs, width: int | None = None
+    ):
+        width_out, size = config.hidden_size, config.head_dim
+        width = width_out if width is None else width  # of what queries, keys and values read
         heads, groups = config.num_heads * size, config.num_kv_heads * size
         bias = config.attention_bias
         self.head_dim, self.window = size, window
@@ -147,7 +150,7 @@ class Attention(nnx.Module):
         self.q = Linear((("heads", size), "embed"), (heads, width), bias, rngs)
         self.k = Linear((("kv_heads", size), "embed"), (groups, width), bias, rngs)
         self.v = Linear((("kv_heads", size), "embed"), (groups, width), bias, rngs)
-        self.o = Linear(("embed", ("heads", size)), (width, heads), config.output_bias, rngs)
+        self.o = Linear(("embed", ("heads", size)), (width_out, heads), config.output_bias, rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(size, config.norm_eps, config.norm_offset, "head_dim")
             self.k_norm = RMSNorm(size, config.norm_eps, config.norm_offset, "head_dim")

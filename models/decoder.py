@@ -34,6 +34,7 @@ __all__ = [
     "first_layers",
     "known_after",
     "random_weights",
+    "rotated_size",
 ]
 
 
@@ -120,7 +121,7 @@ class Decoder(nnx.Module):
 
     def _passes(self, positions: Array, lengths: Array, mask: Array) -> dict[bool, Pass]:
         """What layers share: those that see everything, and (True) those with a window."""
-        rotated = _rotated(self.config)
+        rotated = rotated_size(self.config)
         ropes = {False: self.config.rope, True: self.config.local_rope}
         return {
             local: Pass(
@@ -144,7 +145,7 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _rotated(config: DecoderConfig) -> int:
+def rotated_size(config: DecoderConfig) -> int:
     """How many dimensions of a head are rotated."""
     if config.latent is not None:
         return config.latent.rope_dim
@@ -199,7 +200,9 @@ def decoder_model(config: DecoderConfig, *, kv_cache: str | None = None) -> Mode
 def _decoder_model(config: DecoderConfig, kv_cache: str | None) -> Model:
     for rope in (config.rope, config.local_rope):
         if rope is not None:
-            inverse_frequencies(rope, _rotated(config))  # refuse a bad rope before any compilation
+            inverse_frequencies(
+                rope, rotated_size(config)
+            )  # refuse a bad rope before any compilation
     parts = _functional(config)
     bits = None if kv_cache is None else BITS[kv_cache]
 

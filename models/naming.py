@@ -25,6 +25,7 @@ __all__ = [
     "hf_ignored",
     "named",
     "parameters",
+    "source_of",
     "sources",
     "split_pairs",
     "stacked",
@@ -130,14 +131,29 @@ def sources(config: DecoderConfig, layout: Layout) -> dict[str, Source]:
     for path, shape in parameters(config).items():
         layer, inner = re.fullmatch(r"(?:layers\.(\d+)\.)?(.*)", path).groups()
         prefix = "" if layer is None else layout.layer.format(layer)
-        if inner in layout.leaves:
-            entry, kind = layout.leaves[inner], ""
-        else:
-            module, _, kind = inner.rpartition(".")
-            entry, kind = layout.modules[module], "weight" if kind == "scale" else kind
-        find = named(entry) if isinstance(entry, str) else entry
-        found[path] = find(Parameter(config, prefix, kind, shape))
+        found[path] = source_of(layout, inner, config, prefix, shape)
     return found
+
+
+def source_of(
+    layout: Layout, inner: str, config: DecoderConfig, prefix: str, shape: Shape
+) -> Source:
+    """Where one parameter is stored.
+
+    Args:
+      layout: of the checkpoint.
+      inner: the parameter's path, within its layer if it is in one.
+      config: the model's configuration.
+      prefix: of its layer's tensors; empty outside of layers.
+      shape: of the parameter.
+    """
+    if inner in layout.leaves:
+        entry, kind = layout.leaves[inner], ""
+    else:
+        module, _, kind = inner.rpartition(".")
+        entry, kind = layout.modules[module], "weight" if kind == "scale" else kind
+    find = named(entry) if isinstance(entry, str) else entry
+    return find(Parameter(config, prefix, kind, shape))
 
 
 def named(
@@ -187,7 +203,10 @@ def split_pairs(array: np.ndarray, heads: int, start: int = 0) -> np.ndarray:
 
 
 def hf_ignored(name: str, config: DecoderConfig) -> bool:
-    """Tied heads may be stored twice; older releases stored the rotary frequencies."""
-    return (config.tie_embeddings and name == "lm_head.weight") or name.endswith(
-        "rotary_emb.inv_freq"
+    """Tied heads may be stored twice; older releases stored the rotary frequencies. Drafters may
+    lie beside the model's own weights."""
+    return (
+        (config.tie_embeddings and name == "lm_head.weight")
+        or name.endswith("rotary_emb.inv_freq")
+        or name.startswith(("medusa_head.", "mtp."))
     )

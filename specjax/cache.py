@@ -15,7 +15,7 @@ from jax import Array
 
 from specjax.types import Block, Cache, Forward, Model, PyTree
 
-__all__ = ["append", "prefill", "truncate"]
+__all__ = ["append", "prefill", "read_chunks", "truncate"]
 
 
 def append(cache: Cache, block: Block, lengths: Array) -> Cache:
@@ -119,21 +119,44 @@ def prefill(
       The cache with `lengths` tokens a row, and features `[B, P, E]`, then what `also` gives,
       `[B, P, ...]`; zero where nothing was read.
     """
-    batch, total = tokens.shape
+    batch = tokens.shape[0]
     causal = jnp.tril(jnp.ones((1, chunk, chunk), bool))
-    chunks = (jnp.max(lengths) + chunk - 1) // chunk
 
-    def run(start: Array, cache: Cache) -> Forward:
+    def run(start: Array, read: Cache) -> Forward:
         part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
         positions = jnp.broadcast_to((start + jnp.arange(chunk))[None, :], (batch, chunk))
-        filled = jnp.broadcast_to(start, (batch,)).astype(jnp.int32)
-        read = dataclasses.replace(cache, lengths=filled)
         return model.forward(weights, part, positions, read, causal, features)
+
+    return read_chunks(run, cache, lengths, tokens.shape[1], chunk, constrain=constrain, also=also)
+
+
+def read_chunks(
+    run: Callable[[Array, Cache], Forward],
+    cache: Cache,
+    lengths: Array,
+    total: int,
+    chunk: int,
+    *,
+    constrain: Callable[[Cache], Cache] = lambda cache: cache,
+    also: Callable[[Array, Forward], tuple[Array, ...]] = lambda start, out: (),
+) -> tuple[Cache, tuple[Array, ...]]:
+    """Fills an empty cache from passes over C tokens of every row; see `prefill`.
+
+    Args:
+      run: the pass over tokens `[start, start + C)`; the cache that it is given ends at `start`.
+      total: P, a multiple of C.
+    """
+    batch = lengths.shape[0]
+    chunks = (jnp.max(lengths) + chunk - 1) // chunk
+
+    def at(start: Array, cache: Cache) -> Forward:
+        filled = jnp.broadcast_to(start, (batch,)).astype(jnp.int32)
+        return run(start, dataclasses.replace(cache, lengths=filled))
 
     def body(i: Array, carry):
         cache, kept = carry
         start = i * chunk
-        out = run(start, cache)
+        out = at(start, cache)
 
         def write(slots: Array, new: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(slots, new, start, axis=2)
@@ -153,7 +176,7 @@ def prefill(
         return constrain(_written(cache, out.block, write, write_ring, cache.lengths)), kept
 
     def keeps(start: Array, cache: Cache) -> tuple[Array, ...]:
-        out = run(start, cache)
+        out = at(start, cache)
         return (*out.features, *also(start, out))
 
     shapes = jax.eval_shape(keeps, jnp.int32(0), cache)

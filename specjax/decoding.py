@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from specjax import logprobs as logprobs_lib
 from specjax import sharding
-from specjax.accept import Acceptance, speculative_sampling
+from specjax.accept import Acceptance, recursive_rejection, speculative_sampling
 from specjax.accept.names import rule
 from specjax.constraints import Constraint
 from specjax.inputs import Request, bounded, positive, prepare
@@ -141,7 +141,7 @@ def _job(
 ) -> _Job:
     if not isinstance(params, Params):
         raise ValueError(f"params must come from specjax.load, got {type(params)}")
-    chosen = speculative_sampling() if acceptance is None else rule(acceptance)
+    chosen = _default_rule(params) if acceptance is None else rule(acceptance)
     if not isinstance(mesh, Mesh | None):
         raise ValueError(f"mesh must come from jax.make_mesh, got {mesh!r}")
     mesh = sharding.mesh_of(params.target) if mesh is None else mesh
@@ -177,6 +177,11 @@ def _job(
     # What only the host needs must not make a compiled program specific to it.
     params = params.replace(tokenizer=None, eos_ids=(), name="")
     return _Job(params, prepared.request, prepared.prompt, plan, prepared.rows, prepared.longest)
+
+
+def _default_rule(params: Params) -> Acceptance:
+    drafter = params.drafter
+    return recursive_rejection() if drafter.nodes > drafter.depth else speculative_sampling()
 
 
 def _wanted(
@@ -260,8 +265,9 @@ def decode(
         context length. A row that reaches it ends with `Status.CACHE_FULL`.
       prompt_lengths: `[B]`, for a `[B, T]` prompt whose rows are padded on the right.
       acceptance: the verification rule: one of `specjax.accept`, its name, or a mapping such as
-        {"rule": "typical_acceptance", "epsilon": 0.1}. Default `speculative_sampling()`. Whether
-        it keeps the target's law is told by `stats.lossless`.
+        {"rule": "typical_acceptance", "epsilon": 0.1}. Default `speculative_sampling()`, or
+        `recursive_rejection()` where the drafter makes trees. Whether it keeps the target's law
+        is told by `stats.lossless`.
       mesh: devices, with axes "data" and "model"; default the one that the weights lie on.
 
     Returns:

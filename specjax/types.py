@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar, dataclass_transform
 
 import chex
@@ -18,11 +18,14 @@ from jax import Array
 
 __all__ = [
     "Block",
+    "BlockNetwork",
     "Cache",
     "Context",
     "DecodeResult",
     "Drafter",
+    "FeatureNetwork",
     "Forward",
+    "Heads",
     "Logprobs",
     "Model",
     "Outcome",
@@ -241,6 +244,155 @@ class Drafter(NamedTuple):
     depth: int  # K: the longest path that a round can accept
     nodes: int  # N
     features: tuple[int, ...] = ()  # target layers whose states `init` and `update` want
+
+
+class FuseFn(Protocol):
+    """The target's states at T tokens, `[B, T, E]` each, as what the network reads, `[B, T, W]`."""
+
+    def __call__(self, weights: PyTree, features: tuple[Array, ...]) -> Array: ...
+
+
+class PairsFn(Protocol):
+    """Reads pairs of a token and a state. Of the result, `hidden` is for the head, and the one
+    entry of `features` is the state that the next guess is made from."""
+
+    def __call__(
+        self,
+        weights: PyTree,
+        embedded: Array,  # [B, T, E] of each pair's token
+        hidden: Array,  # [B, T, W] of each pair's state
+        positions: Array,  # [B, T] int32
+        cache: Cache,  # read only
+        mask: Array,  # [1 or B, T, U + T] bool
+        earlier: Block | None = None,  # U pairs of earlier passes that are not in the cache
+    ) -> Forward: ...
+
+
+class DraftEmbedFn(Protocol):
+    """Tokens (the target's ids) to `[..., E]`; `embed` is the target's embedding."""
+
+    def __call__(
+        self, weights: PyTree, embed: Callable[[Array], Array], tokens: Array
+    ) -> Array: ...
+
+
+class DraftHeadFn(Protocol):
+    """Hidden states to logits `[..., DV]` float32; `unembed` is the target's head."""
+
+    def __call__(
+        self, weights: PyTree, unembed: Callable[[Array], Array], hidden: Array
+    ) -> Array: ...
+
+
+class FeatureNetwork(NamedTuple):
+    """A small network that guesses from a target's states: EAGLE, multi-token prediction."""
+
+    fuse: FuseFn
+    forward: PairsFn
+    embed: DraftEmbedFn
+    unembed: DraftHeadFn
+    init_cache: InitCacheFn
+    features: tuple[int, ...]  # which states of the target
+    target_size: int  # E
+    target_vocab: int  # V
+    vocab_size: int  # DV
+    logical_axes: Hashable
+    config: Hashable = None
+
+
+class HeadsFn(Protocol):
+    """States `[..., E]` to logits `[..., heads, V]` float32; `unembed` is the target's head."""
+
+    def __call__(
+        self, weights: PyTree, unembed: Callable[[Array], Array], hidden: Array
+    ) -> Array: ...
+
+
+class Heads(NamedTuple):
+    """Heads over one state of a target, each for a token further ahead: Medusa.
+
+    From the state at position t, head i guesses the token at position t + 2 + i.
+    """
+
+    logits: HeadsFn
+    heads: int
+    vocab_size: int  # V
+    feature: int  # which state of the target: L, after the final norm
+    logical_axes: Hashable
+    config: Hashable = None
+
+
+class ProjectFn(Protocol):
+    """Keys and values of the T tokens behind the cache, from what `fuse` makes of their states."""
+
+    def __call__(
+        self,
+        weights: PyTree,
+        fused: Array,  # [B, T, W]
+        cache: Cache,  # read for its lengths and its form only
+    ) -> Block: ...
+
+
+class BlockFn(Protocol):
+    """Hidden states `[B, T, W]` of a block of T tokens that stands right behind the cache's.
+
+    All of the block sees the cache and the block.
+    """
+
+    def __call__(self, weights: PyTree, embedded: Array, cache: Cache) -> Array: ...
+
+
+class CorrectFn(Protocol):
+    """What the token before a slot adds to the slot's logits, `[B, DV]` float32, and a new state.
+
+    The state `[B, R]` float32 is zero at the start of a block; slots are asked from left to right.
+    """
+
+    def __call__(
+        self,
+        weights: PyTree,
+        state: Array,
+        tokens: Array,  # [B] int32, the target's ids
+        hidden: Array,  # [B, W] of the slot
+    ) -> tuple[Array, Array]: ...
+
+
+class ConfidenceFn(Protocol):
+    """Logit `[B]` of the chance that a slot's draft stands if those before it do."""
+
+    def __call__(
+        self,
+        weights: PyTree,
+        hidden: Array,  # [B, W] of the slot
+        tokens: Array,  # [B] int32, before the slot
+    ) -> Array: ...
+
+
+class BlockNetwork(NamedTuple):
+    """A network that guesses a block of tokens in one pass over a target's states: DFlash, DSpark.
+
+    Its cache holds keys and values of verified tokens, made from the target's states alone. A block
+    is the last committed token and masks in place of those that follow.
+    """
+
+    fuse: FuseFn
+    project: ProjectFn
+    forward: BlockFn
+    embed: DraftEmbedFn
+    unembed: DraftHeadFn
+    init_cache: InitCacheFn
+    features: tuple[int, ...]  # which states of the target
+    block_size: int
+    mask_token_id: int
+    from_anchor: bool  # slot k guesses the token behind its own position; else that at it
+    target_size: int  # E
+    target_vocab: int  # V
+    vocab_size: int  # DV
+    logical_axes: Hashable
+    correct: CorrectFn | None = None
+    markov_rank: int = 0  # R
+    confidence: ConfidenceFn | None = None
+    config: Hashable = None
 
 
 # --- verification ----------------------------------------------------------------------------

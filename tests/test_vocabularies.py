@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import Sampling, drafters, loading
+from specjax import Sampling, drafters
+from specjax.loading import methods, reading
 from specjax.models.decoder import decoder_model
 from specjax.types import Params
 from tests import tiny
@@ -121,17 +122,17 @@ def _loaded(words, size, name):
     model = tiny.markov_model(size)
     checkpoint = dataclasses.make_dataclass("Checkpoint", ["tokenizer", "name"])
     tokenizer = None if words is None else _Named(words)
-    return loading._Loaded(model, None, None, checkpoint(tokenizer, name))
+    return reading.Loaded(model, None, None, checkpoint(tokenizer, name))
 
 
 def test_tokens_are_matched_by_their_text():
     target = _loaded(["a", "b", "c", "d"], 6, "target")
     alike = _loaded(["a", "b", "c"], 4, "alike")
-    assert loading._vocabulary_map(alike, target) is None
-    other = loading._vocabulary_map(_loaded(["d", "x", "a"], 4, "other"), target)
+    assert methods._vocabulary_map(alike, target) is None
+    other = methods._vocabulary_map(_loaded(["d", "x", "a"], 4, "other"), target)
     np.testing.assert_array_equal(np.arange(4) + other.d2t, [3, 6, 0, 6])
     with pytest.raises(ValueError, match="shares only 1 of its 3 tokens"):
-        loading._vocabulary_map(_loaded(["x", "y", "a"], 3, "foreign"), target)
-    assert loading._vocabulary_map(_loaded(None, 6, "unknown"), target) is None
+        methods._vocabulary_map(_loaded(["x", "y", "a"], 3, "foreign"), target)
+    assert methods._vocabulary_map(_loaded(None, 6, "unknown"), target) is None
     with pytest.raises(ValueError, match="has 3 tokens, the target target has 6"):
-        loading._vocabulary_map(_loaded(None, 3, "unknown"), target)
+        methods._vocabulary_map(_loaded(None, 3, "unknown"), target)

@@ -66,7 +66,7 @@ def _flag(name: str) -> str:
 
 def _parse(drafter: str) -> dict[str, Any]:
     from specjax.checkpoints.registry import entries
-    from specjax.loading import METHODS
+    from specjax.loading import METHODS, method_of
 
     if is_json(drafter):
         value = json_object("--drafter", drafter)
@@ -83,4 +83,4 @@ def _parse(drafter: str) -> dict[str, Any]:
             f"--drafter {drafter!r} is neither a method ({', '.join(METHODS)}), a named "
             f"checkpoint ({', '.join(entries())}) nor an existing path"
         )
-    return {"method": "draft_model", "model": drafter}
+    return {"method": method_of(os.path.expanduser(drafter)) or "draft_model", "model": drafter}

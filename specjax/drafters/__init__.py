@@ -1,8 +1,26 @@
 """Ways of guessing, one file each."""
 
+from specjax.drafters.dflash import dflash
 from specjax.drafters.draft_model import draft_model
+from specjax.drafters.dspark import dspark
+from specjax.drafters.eagle import dynamic_tree, eagle
+from specjax.drafters.medusa import medusa
+from specjax.drafters.mtp import mtp
 from specjax.drafters.ngram import ngram
 from specjax.drafters.plain import plain
 from specjax.drafters.vocabulary import VocabularyMap, onto_target, vocabulary_map
 
-__all__ = ["VocabularyMap", "draft_model", "ngram", "onto_target", "plain", "vocabulary_map"]
+__all__ = [
+    "VocabularyMap",
+    "dflash",
+    "draft_model",
+    "dspark",
+    "dynamic_tree",
+    "eagle",
+    "medusa",
+    "mtp",
+    "ngram",
+    "onto_target",
+    "plain",
+    "vocabulary_map",
+]

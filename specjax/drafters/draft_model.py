@@ -13,9 +13,9 @@ from jax import Array
 
 from specjax import cache, sampling, tree
 from specjax import seen as seen_lib
-from specjax.drafters.vocabulary import VocabularyMap, onto_target
+from specjax.drafters.vocabulary import VocabularyMap, check_map, onto_target, split_draft
 from specjax.sampling import Purpose
-from specjax.types import Context, Drafter, Model, Outcome, Params, Prefill, PyTree
+from specjax.types import Context, Drafter, Model, Outcome, Params, Prefill
 
 __all__ = ["draft_model"]
 
@@ -42,18 +42,6 @@ def draft_model(model: Model, num_speculative_tokens: int = 4, *, mapped: bool =
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise ValueError(f"num_speculative_tokens must be an integer of at least 1, got {depth!r}")
 
-    def split(params: Params) -> tuple[PyTree, VocabularyMap | None]:
-        """The weights and, if the vocabularies are mapped, the map."""
-        if not mapped:
-            return params.draft, None
-        pair = params.draft
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], VocabularyMap)):
-            raise ValueError(
-                "params.draft must be (weights, vocabulary map) for draft_model(..., mapped=True), "
-                f"got {type(pair)}"
-            )
-        return pair
-
     def own(tokens: Array, ids: VocabularyMap | None) -> Array:
         """The draft's ids of the target's tokens; what it does not have reads as another token."""
         if ids is None:
@@ -61,19 +49,8 @@ def draft_model(model: Model, num_speculative_tokens: int = 4, *, mapped: bool =
         return ids.t2d[tokens]
 
     def init(params: Params, prefill: Prefill):
-        if params.draft is None:
-            raise ValueError(
-                "params.draft is None, but the drafter draft_model needs the draft's weights; load "
-                "them with specjax.load(target, drafter=...) or params.replace(draft=...)"
-            )
-        weights, ids = split(params)
-        if ids is not None:
-            sizes = (model.vocab_size, params.model.vocab_size)
-            if (ids.d2t.size, ids.t2d.size) != sizes:
-                raise ValueError(
-                    f"params.draft maps {ids.d2t.size} draft tokens to {ids.t2d.size}, but the "
-                    f"draft model has {sizes[0]} tokens and the target {sizes[1]}"
-                )
+        weights, ids = split_draft(params, "draft_model", mapped)
+        check_map(params, ids, model.vocab_size)
         held, _ = cache.prefill(
             model,
             weights,
@@ -85,7 +62,7 @@ def draft_model(model: Model, num_speculative_tokens: int = 4, *, mapped: bool =
         return held
 
     def draft(params: Params, key: Array, held, context: Context):
-        weights, ids = split(params)
+        weights, ids = split_draft(params, "draft_model", mapped)
 
         def step(held, seen, tokens, count, position):
             """Reads `count` of `tokens [B, T]` and draws the token at `position [B]`."""

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax.types import record
+from specjax.types import Params, PyTree, record
 
-__all__ = ["VocabularyMap", "onto_target", "vocabulary_map"]
+__all__ = ["VocabularyMap", "check_map", "onto_target", "split_draft", "vocabulary_map"]
 
 
 @record
@@ -80,3 +80,45 @@ def onto_target(logits: Array, vocab_size: int, d2t: Array | None = None) -> Arr
         return logits[..., :vocab_size]
     gap = [(0, 0)] * (logits.ndim - 1) + [(0, vocab_size - own)]
     return jnp.pad(logits, gap, constant_values=-jnp.inf)
+
+
+def split_draft(params: Params, name: str, mapped: bool) -> tuple[PyTree, VocabularyMap | None]:
+    """A drafter's weights, and how its vocabulary is mapped, from `params.draft`.
+
+    Args:
+      name: of the drafter, for messages.
+      mapped: `params.draft` must be the pair of both.
+
+    Raises:
+      ValueError: there are no weights, or no map.
+    """
+    draft = params.draft
+    if draft is None:
+        raise ValueError(
+            f"params.draft is None, but the drafter {name} needs the draft's weights; load them "
+            "with specjax.load(target, drafter=...) or params.replace(draft=...)"
+        )
+    if not mapped:
+        return draft, None
+    if not (isinstance(draft, tuple) and len(draft) == 2 and isinstance(draft[1], VocabularyMap)):
+        raise ValueError(
+            f"params.draft must be (weights, vocabulary map) for {name}(..., mapped=True), "
+            f"got {type(draft)}"
+        )
+    return draft
+
+
+def check_map(params: Params, ids: VocabularyMap | None, draft_vocab: int) -> None:
+    """Refuses a map that is not between these vocabularies.
+
+    Raises:
+      ValueError: the sizes differ.
+    """
+    if ids is None:
+        return
+    sizes = (draft_vocab, params.model.vocab_size)
+    if (ids.d2t.size, ids.t2d.size) != sizes:
+        raise ValueError(
+            f"params.draft maps {ids.d2t.size} draft tokens to {ids.t2d.size}, but the "
+            f"draft model has {sizes[0]} tokens and the target {sizes[1]}"
+        )

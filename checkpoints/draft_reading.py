@@ -1,0 +1,125 @@
+"""Reading a drafter's checkpoint, in whatever format it was published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.checkpoints.reading import read_source
+from specjax.checkpoints.safetensors_folder import INDEX, SINGLE, read_folder, read_json
+from specjax.checkpoints.tensors import StoredTensor, match
+from specjax.checkpoints.torch_file import read_torch
+from specjax.models.config import DecoderConfig
+from specjax.models.draft_formats import FORMATS
+from specjax.models.drafting import DraftFormat
+
+__all__ = ["DraftCheckpoint", "draft_format", "read_draft"]
+
+
+class DraftCheckpoint(NamedTuple):
+    """A drafter whose names and shapes are verified and whose weights are not read yet."""
+
+    path: Path
+    method: str
+    format: str
+    config: Hashable  # of its network
+    weights: Mapping[str, Callable[[], np.ndarray]]  # parameter path -> reads one array
+    offsets: np.ndarray | None  # d2t [DV]: target id minus draft id
+    options: Mapping[str, Any]  # what the checkpoint says of drafting
+
+
+class _Folder(NamedTuple):
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+
+def _read_folder(path: Path) -> _Folder:
+    """config.json and the headers of the weights, in safetensors or PyTorch's format."""
+    if (path / SINGLE).is_file() or (path / INDEX).is_file():
+        folder = read_folder(path)
+        return _Folder(path, folder.config, folder.tensors)
+    config = read_json(path / "config.json")
+    files = sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
+    if not files:
+        raise FileNotFoundError(
+            f"{path}: has no weights; wanted {SINGLE}, pytorch_model.bin or medusa_lm_head.pt. "
+            "Download the drafter again, with its weights."
+        )
+    if len(files) > 1:
+        raise ValueError(
+            f"{path}: has {', '.join(file.name for file in files)}; wanted one file of weights. "
+            "Remove the others."
+        )
+    return _Folder(path, config, read_torch(files[0]))
+
+
+def draft_format(path: Path, method: str | None = None) -> DraftFormat | None:
+    """What drafter a folder holds, if it holds one.
+
+    Args:
+      path: a folder.
+      method: look only for drafters of this method, those that lie within a target's checkpoint
+        included; None: for any that has a folder of its own.
+
+    Raises:
+      FileNotFoundError, ValueError: the folder has a config.json, but is damaged.
+    """
+    if not (path / "config.json").is_file():
+        return None
+    return _recognised(_read_folder(path), method)
+
+
+def _recognised(folder: _Folder, method: str | None) -> DraftFormat | None:
+    for known in FORMATS:
+        wanted = not known.within_target if method is None else known.method == method
+        if wanted and known.recognises(folder.config, folder.tensors.keys()):
+            return known
+    return None
+
+
+def read_draft(
+    path: Path, target: DecoderConfig, method: str | None = None, dtype: Any = None
+) -> DraftCheckpoint:
+    """Reads a drafter's headers and configuration.
+
+    Args:
+      path: its folder, or that of the target if the drafter lies within.
+      target: what it has to fit.
+      method: refuse drafters of another method.
+      dtype: of the weights; None keeps the stored type.
+
+    Raises:
+      FileNotFoundError: no such folder, or no weights.
+      ValueError: no known format, another method, a damaged file, a drafter that does not fit the
+        target, or a tensor that is missing, has another shape or is not expected.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: there is no such folder; wanted a drafter's checkpoint.")
+    folder = _read_folder(path)
+    found = _recognised(folder, method)
+    if found is None:
+        other = None if method is None else _recognised(folder, None)
+        names = sorted({f.name for f in FORMATS if method in (None, f.method)})
+        raise ValueError(
+            f"{path}: is no drafter of a known format; known{'' if method is None else ' of ' + method}: "
+            f"{', '.join(names)}."
+            + ("" if other is None else f" It is {other.name}: use the method {other.method!r}.")
+        )
+    shapes = {name: tensor.shape for name, tensor in folder.tensors.items()}
+    try:
+        read = found.read(folder.config, shapes, target)
+    except ValueError as error:
+        raise ValueError(f"{path} ({found.name}): {error}") from error
+    parts = match(read.sources, folder.tensors, read.ignored, path)
+    wanted = None if dtype is None else np.dtype(dtype)
+    weights = {
+        key: lambda key=key: read_source(parts[key], read.sources[key], wanted) for key in parts
+    }
+    offsets = None if read.d2t is None else folder.tensors[read.d2t].read()
+    return DraftCheckpoint(
+        path, found.method, found.name, read.config, weights, offsets, read.options
+    )

@@ -1,0 +1,15 @@
+"""Which published formats of drafters exist. A new one is a `DraftFormat`, and its place here."""
+
+from __future__ import annotations
+
+from specjax.models import dflash, eagle_formats, medusa, mtp
+from specjax.models.drafting import DraftFormat
+
+__all__ = ["FORMATS"]
+
+FORMATS: tuple[DraftFormat, ...] = (
+    *eagle_formats.FORMATS,
+    *mtp.FORMATS,
+    *medusa.FORMATS,
+    *dflash.FORMATS,
+)

@@ -1,0 +1,19 @@
+"""What can be told about drafting from numbers: calibration of confidences, lengths to verify."""
+
+from specjax.analysis.calibration import (
+    auroc,
+    brier,
+    expected_calibration_error,
+    sequential_temperature_scaling,
+    survival,
+)
+from specjax.analysis.scheduling import verify_lengths
+
+__all__ = [
+    "auroc",
+    "brier",
+    "expected_calibration_error",
+    "sequential_temperature_scaling",
+    "survival",
+    "verify_lengths",
+]

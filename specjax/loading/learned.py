@@ -1,0 +1,176 @@
+"""Trained drafters: which network and which way of drafting a checkpoint's method means."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from specjax import checkpoints, drafters, sharding
+from specjax.loading.reading import How, Target, read_weights
+from specjax.models.block_decoder import block_network
+from specjax.models.eagle import eagle_network
+from specjax.models.medusa import medusa_heads
+from specjax.models.mtp import mtp_network
+from specjax.types import Drafter, PyTree
+
+__all__ = ["METHODS", "method_of"]
+
+_Build = Callable[[Target], tuple[Drafter, PyTree]]
+
+
+def method_of(source: str | os.PathLike[str]) -> str | None:
+    """The method of a drafter's checkpoint; None if the source is none."""
+    path = Path(source)
+    found = checkpoints.draft_format(path) if path.is_dir() else None
+    return None if found is None else found.method
+
+
+def _build(
+    method: str,
+    model: str | os.PathLike[str] | None,
+    make: Callable[[checkpoints.DraftCheckpoint, dict[str, Any]], tuple[Drafter, Any]],
+    options: Mapping[str, Any],
+) -> _Build:
+    """Reads the checkpoint once the target is known.
+
+    Args:
+      make: (checkpoint, options) -> the drafter, and logical axes of its weights.
+      options: of the caller; those that are None are the checkpoint's to choose.
+    """
+    if model is not None and not Path(model).is_dir():
+        raise FileNotFoundError(
+            f'"model" of the drafter {method!r} is {os.fspath(model)!r}, and there is no such '
+            "folder; wanted a drafter's checkpoint"
+        )
+
+    def build(target: Target) -> tuple[Drafter, PyTree]:
+        own = target.loaded.checkpoint.path
+        if model is None and not own.is_dir():
+            raise ValueError(
+                f'the drafter {method!r} needs "model", the folder of its checkpoint: the target '
+                f"{own} is a single file, which holds none"
+            )
+        path = own if model is None else Path(model)
+        found = checkpoints.read_draft(path, target.loaded.config, method, target.how.dtype)
+        given = {name: value for name, value in options.items() if value is not None}
+        mapped = {} if found.offsets is None else {"mapped": True}
+        drafter, axes = make(found, {**found.options, **given, **mapped})
+        weights = _weights(found, axes, target.how)
+        if found.offsets is not None:
+            size = target.loaded.model.vocab_size
+            weights = weights, drafters.vocabulary_map(found.offsets, size)
+        return drafter, weights
+
+    return build
+
+
+def _weights(found: checkpoints.DraftCheckpoint, axes: Any, how: How) -> PyTree:
+    """Drafters are small: on a mesh every device holds all of one."""
+    weights = read_weights(found.weights, axes, {}, how._replace(mesh=None, bits=None))
+    return weights if how.mesh is None else sharding.onto(weights, how.mesh)
+
+
+def _tree(tree: Any) -> Any:
+    """A dynamic tree may be written as a mapping, in configuration files."""
+    if not isinstance(tree, Mapping):
+        return tree
+    unknown = sorted(set(tree) - {"nodes", "depth", "top_k"})
+    if unknown:
+        raise ValueError(
+            f"tree has no option {', '.join(map(repr, unknown))}; it has: nodes, depth, top_k"
+        )
+    return drafters.dynamic_tree(**tree)
+
+
+def _eagle(
+    method: str,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    num_speculative_tokens: int | None = None,
+    tree: Any = None,
+    paths: int | None = None,
+) -> _Build:
+    tree = _tree(tree)
+
+    def make(found: checkpoints.DraftCheckpoint, options: dict[str, Any]):
+        network = eagle_network(found.config)
+        if options.get("tree") is not None:
+            options.pop("num_speculative_tokens", None)
+        return drafters.eagle(network, name=method, **options), network.logical_axes
+
+    options = {
+        "num_speculative_tokens": num_speculative_tokens,
+        "tree": tree,
+        "paths": paths,
+    }
+    return _build(method, model, make, options)
+
+
+def _mtp(
+    *, model: str | os.PathLike[str] | None = None, num_speculative_tokens: int | None = None
+) -> _Build:
+    def make(found: checkpoints.DraftCheckpoint, options: dict[str, Any]):
+        network = mtp_network(found.config)
+        made = drafters.mtp(network, modules=found.config.modules, **options)
+        return made, network.logical_axes
+
+    return _build("mtp", model, make, {"num_speculative_tokens": num_speculative_tokens})
+
+
+def _medusa(
+    *,
+    model: str | os.PathLike[str] | None = None,
+    choices: Any = None,
+    num_speculative_tokens: int | None = None,
+) -> _Build:
+    def make(found: checkpoints.DraftCheckpoint, options: dict[str, Any]):
+        heads = medusa_heads(found.config)
+        return drafters.medusa(heads, **options), heads.logical_axes
+
+    options = {"choices": choices, "num_speculative_tokens": num_speculative_tokens}
+    return _build("medusa", model, make, options)
+
+
+def _dflash(
+    *, model: str | os.PathLike[str] | None = None, num_speculative_tokens: int | None = None
+) -> _Build:
+    def make(found: checkpoints.DraftCheckpoint, options: dict[str, Any]):
+        network = block_network(found.config)
+        return drafters.dflash(network, **options), network.logical_axes
+
+    return _build("dflash", model, make, {"num_speculative_tokens": num_speculative_tokens})
+
+
+def _dspark(
+    *,
+    model: str | os.PathLike[str] | None = None,
+    num_speculative_tokens: int | None = None,
+    confidence_threshold: float | None = None,
+    confidence_temperatures: Any = None,
+    steps_per_second: Any = None,
+) -> _Build:
+    def make(found: checkpoints.DraftCheckpoint, options: dict[str, Any]):
+        network = block_network(found.config)
+        return drafters.dspark(network, **options), network.logical_axes
+
+    listed = lambda x: None if x is None else tuple(x)
+    options = {
+        "num_speculative_tokens": num_speculative_tokens,
+        "confidence_threshold": confidence_threshold,
+        "confidence_temperatures": listed(confidence_temperatures),
+        "steps_per_second": listed(steps_per_second),
+    }
+    return _build("dspark", model, make, options)
+
+
+METHODS: Mapping[str, Callable[..., _Build]] = {
+    "eagle": functools.partial(_eagle, "eagle"),
+    "eagle3": functools.partial(_eagle, "eagle3"),
+    "mtp": _mtp,
+    "medusa": _medusa,
+    "dflash": _dflash,
+    "dspark": _dspark,
+}

@@ -1,0 +1,190 @@
+"""What drafts, by the names and options that engine users know."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from specjax import checkpoints, drafters, sharding
+from specjax.loading import learned
+from specjax.loading.reading import Loaded, Target, bits_of, read, rounded
+from specjax.models.decoder import decoder_model, first_layers
+from specjax.models.quantized import QuantizedTensor
+from specjax.types import Drafter, Model, PyTree
+
+__all__ = ["METHODS", "builder"]
+
+_PADDING = 1 / 8  # vocabularies whose sizes differ by no more than this are one, padded
+_Build = Callable[[Target], tuple[Drafter, PyTree]]
+
+
+def _plain() -> _Build:
+    return lambda target: (drafters.plain(), None)
+
+
+def _ngram(
+    *, num_speculative_tokens: int = 5, prompt_lookup_min: int = 1, prompt_lookup_max: int = 3
+) -> _Build:
+    made = drafters.ngram(
+        num_speculative_tokens,
+        prompt_lookup_min=prompt_lookup_min,
+        prompt_lookup_max=prompt_lookup_max,
+    )
+    return lambda target: (made, None)
+
+
+def _draft_model(
+    *,
+    model: str | os.PathLike[str] | None = None,
+    draft_layers: int | None = None,
+    quantize: str | None = None,
+    num_speculative_tokens: int = 4,
+) -> _Build:
+    given = (model is not None) + (draft_layers is not None)
+    if given == 2 or (given == 0 and quantize is None):
+        raise ValueError(
+            'drafter "draft_model" needs one of "model" (a checkpoint) and "draft_layers" (how '
+            'many of the target\'s first layers), or "quantize" alone (the target itself, in fewer '
+            f"bits), got model={model!r}, draft_layers={draft_layers}"
+        )
+    bits = bits_of(quantize)
+    if model is not None:
+        _check_draft_exists(model)
+    elif draft_layers is not None and (
+        not isinstance(draft_layers, int) or isinstance(draft_layers, bool)
+    ):
+        raise ValueError(f"draft_layers must be an integer, got {draft_layers!r}")
+
+    def build(target: Target) -> tuple[Drafter, PyTree]:
+        if model is None:
+            config, weights = target.loaded.config, target.loaded.weights
+            if draft_layers is not None:
+                config, weights = first_layers(config, weights, draft_layers)
+            elif target.how.bits is not None and target.how.bits <= bits:
+                raise ValueError(
+                    f"the draft would be the target itself: quantize={quantize!r} of the drafter "
+                    "needs a target of more bits, or a draft_layers"
+                )
+            own = decoder_model(config, kv_cache=target.how.kv_cache)
+            if bits is not None:
+                weights = _inbits_of(own, weights, bits, target.how.mesh)
+            return drafters.draft_model(own, num_speculative_tokens), weights
+        draft = read(model, target.how._replace(bits=bits))
+        ids = _vocabulary_map(draft, target.loaded)
+        made = drafters.draft_model(draft.model, num_speculative_tokens, mapped=ids is not None)
+        return made, draft.weights if ids is None else (draft.weights, ids)
+
+    return build
+
+
+def _inbits_of(model: Model, weights: PyTree, bits: int, mesh: Mesh | None) -> PyTree:
+    """Copies of those weights that have more bits, rounded one at a time; the others are shared."""
+
+    def convert(path: Any, leaf: Any) -> Any:
+        return rounded(tuple(entry.key for entry in path), leaf, bits)
+
+    weights = jax.tree_util.tree_map_with_path(
+        convert, weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor)
+    )
+    return weights if mesh is None else sharding.place(model, weights, mesh)
+
+
+def _check_draft_exists(model: Any) -> None:
+    """A misspelt method's name looks like a checkpoint: say so before the target is read."""
+    if not isinstance(model, (str, os.PathLike)):
+        raise ValueError(f'"model" of a draft model must be a name or a path, got {model!r}')
+    try:
+        checkpoints.resolve(model)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"drafter {os.fspath(model)!r} is neither a method ({', '.join(METHODS)}) nor a draft "
+            f"model: {error}"
+        ) from error
+
+
+METHODS: Mapping[str, Callable[..., _Build]] = {
+    "ngram": _ngram,
+    "draft_model": _draft_model,
+    **learned.METHODS,
+}
+
+
+def builder(drafter: Any) -> _Build:
+    """What makes the drafter, with its options checked, before the target is read."""
+    if drafter is None:
+        return _plain()
+    if isinstance(drafter, Drafter):
+        return lambda target: (drafter, None)
+    if isinstance(drafter, (str, os.PathLike)):
+        known = os.fspath(drafter) in METHODS
+        drafter = {"method": drafter} if known else _of_checkpoint(drafter)
+    if not isinstance(drafter, Mapping) or "method" not in drafter:
+        raise ValueError(
+            'drafter must be a name, a checkpoint, a Drafter, or a dict with a "method", '
+            f"got {drafter!r}"
+        )
+    options = dict(drafter)
+    method = options.pop("method")
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"drafter method {method!r} is not known; known: {', '.join(METHODS)}")
+    make = METHODS[method]
+    known = set(inspect.signature(make).parameters)
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(
+            f"drafter method {method!r} has no option {', '.join(map(repr, unknown))}; "
+            f"it has: {', '.join(sorted(known))}"
+        )
+    return make(**options)
+
+
+def _of_checkpoint(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """A drafter's own checkpoint tells its method; any other becomes a draft model."""
+    found = learned.method_of(source)
+    return {"method": "draft_model" if found is None else found, "model": source}
+
+
+def _vocabulary_map(draft: Loaded, target: Loaded) -> drafters.VocabularyMap | None:
+    """How a draft model's tokens are found among the target's; None if both number them alike."""
+    ours, theirs = target.checkpoint.tokenizer, draft.checkpoint.tokenizer
+    if ours is None or theirs is None:
+        sizes = draft.model.vocab_size, target.model.vocab_size
+        if max(sizes) > (1 + _PADDING) * min(sizes):
+            raise ValueError(
+                f"the draft model {draft.checkpoint.name} has {sizes[0]} tokens, the target "
+                f"{target.checkpoint.name} has {sizes[1]}, and without both tokenizers it is not "
+                "known which are the same; put tokenizer.json beside both, or use a draft of the "
+                "same model family"
+            )
+        return None
+    if ours == theirs:
+        return None
+    here, there = _named(ours), _named(theirs)
+    if all(here.get(name, i) == i for name, i in there.items()):
+        return None
+    size = target.model.vocab_size
+    ids = np.full(draft.model.vocab_size, size)
+    shared = {i: here[name] for name, i in there.items() if name in here}
+    ids[list(shared)] = list(shared.values())
+    if len(shared) < len(there) / 2:
+        raise ValueError(
+            f"the draft model {draft.checkpoint.name} shares only {len(shared)} of its "
+            f"{len(there)} tokens with the target {target.checkpoint.name}; use a draft of a "
+            "related vocabulary, such as one of the same model family"
+        )
+    return drafters.vocabulary_map(ids - np.arange(ids.size), size)
+
+
+def _named(tokenizer: checkpoints.Tokenizer) -> dict[str | bytes, int]:
+    """Ids by what tells tokens apart: their bytes, or the name of those without text."""
+    words = tokenizer.token_bytes()
+    names: dict[str | bytes, int] = {}
+    for name, i in sorted(tokenizer.backend.get_vocab().items(), key=lambda pair: pair[1]):
+        names.setdefault(words[i] or name, i)
+    return names
