@@ -3,8 +3,9 @@
     uv run python benchmarks/verify_cost.py --out verify_cost.json
 
 One pass of the target over M tokens (root and M - 1 drafts) with its logits, at batch 1, for each
-dtype and M, all interleaved. The ratio is to one float32 token, of the medians; noise of a shared
-machine shows in `spread` (90th percentile over median).
+dtype and M, all interleaved: a chain, and where asked for a tree in which every node has two
+children. The ratio is to one float32 token, of the medians; noise of a shared machine shows in
+`spread` (90th percentile over median).
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from specjax import tree
 from specjax.types import Cache, Proposal
 
 
-def step(params: specjax.Params, nodes: int, length: int, slots: int):
-    """A compiled verify pass over `nodes` tokens after `length` cached ones."""
+def step(params: specjax.Params, nodes: int, length: int, slots: int, branches: int = 1):
+    """A compiled verify pass over `nodes` tokens after `length` cached ones.
+
+    Every node has `branches` children; 1: a chain.
+    """
     cache = params.model.init_cache(params.target, 1, slots)
     cache = Cache(keys=cache.keys, values=cache.values, lengths=jnp.array([length]))
     tokens = jnp.arange(1, nodes, dtype=jnp.int32)[None]
     yes = jnp.ones(tokens.shape, bool)
     proposal = Proposal(
         tokens=tokens,
-        parents=jnp.asarray(tree.chain(nodes - 1)),
+        parents=jnp.asarray(tree.chain(nodes - 1) // branches),
         probs=None,
         valid=yes,
         candidate=yes,
@@ -47,7 +51,8 @@ def main() -> None:
     """Reads the arguments, measures, prints JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 5, 8, 16])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 5, 8, 9, 16])
+    parser.add_argument("--trees", type=int, nargs="*", default=[17])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--slots", type=int, default=256)
@@ -58,17 +63,20 @@ def main() -> None:
     for dtype in args.dtypes:
         params = specjax.load(args.model, dtype=dtype)
         for nodes in args.nodes:
-            runs[dtype, nodes] = step(params, nodes, args.length, args.slots)
-    times: dict[tuple[str, int], list[float]] = {name: [] for name in runs}
+            runs[dtype, "chain", nodes] = step(params, nodes, args.length, args.slots)
+        for nodes in args.trees:
+            runs[dtype, "tree", nodes] = step(params, nodes, args.length, args.slots, 2)
+    times: dict[tuple[str, str, int], list[float]] = {name: [] for name in runs}
     for _ in range(args.repeats):
         for name, run in runs.items():
             begin = time.perf_counter()
             run()
             times[name].append(1e3 * (time.perf_counter() - begin))
-    base = times["float32", 1] if ("float32", 1) in times else next(iter(times.values()))
+    base = times.get(("float32", "chain", 1)) or next(iter(times.values()))
     rows = [
         {
             "dtype": dtype,
+            "shape": shape,
             "nodes": nodes,
             "ms_median": float(np.median(ms)),
             "ms_best": float(np.min(ms)),
@@ -76,7 +84,7 @@ def main() -> None:
             "ratio_best": float(np.min(ms) / np.min(base)),
             "spread": float(np.percentile(ms, 90) / np.median(ms)),
         }
-        for (dtype, nodes), ms in times.items()
+        for (dtype, shape, nodes), ms in times.items()
     ]
     report = {
         "environment": environment(),

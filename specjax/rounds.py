@@ -147,6 +147,7 @@ def _no_account(
         histogram=jnp.zeros((batch, depth + 1), _INT),
         proposed=jnp.zeros((batch, depth), _INT),
         accepted=jnp.zeros((batch, depth), _INT),
+        hits=jnp.zeros((batch, params.drafter.nodes), _INT),
         rule=plan.acceptance.name,
         lossless=plan.acceptance.lossless,
     )
@@ -341,10 +342,13 @@ def _count(
     drafted = (proposal.valid & proposal.candidate)[:, :, None]
     reached = jnp.any(drafted & (node_depth[:, :, None] == level[:, None, :]), axis=1)
     ran = (active & (count > 0))[:, None]
+    node = jnp.arange(1, stats.hits.shape[1] + 1)[None, None, :]
+    stands = (verdict.path[:, 1:] * (level <= accepted[:, None]))[..., None]  # 0: not accepted
     return dataclasses.replace(
         stats,
         rounds=stats.rounds + ran[:, 0],
         histogram=stats.histogram + (ran & (jnp.arange(depth + 1)[None, :] == accepted[:, None])),
         proposed=stats.proposed + (ran & reached & (level <= judged[:, None])),
         accepted=stats.accepted + (ran & (level <= accepted[:, None])),
+        hits=stats.hits + (ran & jnp.any(stands == node, axis=1)),
     )

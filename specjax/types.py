@@ -426,6 +426,7 @@ class Stats:
     histogram: Array  # [B, K + 1] int32: rounds that accepted 0..K drafts
     proposed: Array  # [B, K] int32: rounds whose draft reached depth 1..K
     accepted: Array  # [B, K] int32: rounds that accepted depth 1..K
+    hits: Array  # [B, N] int32: rounds that accepted node 1..N of the proposal
     rule: str = static(default="")  # name of the verification rule
     lossless: bool = static(default=True)  # whether that rule keeps the target's law
 

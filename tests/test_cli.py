@@ -419,6 +419,7 @@ def finished(
         histogram=np.zeros((1, 1 + len(proposed))),
         proposed=np.array([proposed], np.int32),
         accepted=np.array([accepted], np.int32),
+        hits=np.array([accepted], np.int32),
         rule="" if rule is None else rule.name,
         lossless=rule is None or rule.lossless,
     )

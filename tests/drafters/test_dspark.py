@@ -94,3 +94,27 @@ def test_speculators_format(shared):
     np.testing.assert_allclose(logits - base, expected["markov_bias"], **folders.TOLERANCE)
     np.testing.assert_allclose(logits, expected["corrected_logits"], **folders.TOLERANCE)
     np.testing.assert_allclose(confidence, expected["confidence_logits"], **folders.TOLERANCE)
+
+
+def test_a_vocabulary_of_its_own(shared):
+    """Drafts are the target's ids: the best logit, through the checkpoint's offsets."""
+    loaded = folders.load(shared / "parity" / "spec-dspark")
+    expected, network = loaded.expected, loaded.network
+    params = loaded.params.replace(drafter=dspark(network, mapped=True))
+    _, ids = params.draft
+    anchor = int(expected["anchors"][1])
+    prompt = expected["input_ids"][:, : anchor + 1]
+    proposal = folders.first_proposal(params, prompt, expected["features"][None, :anchor])
+
+    hidden = folders.anchored(loaded)[1:2]
+    base, token = folders.logits(loaded, hidden), jnp.asarray(prompt[:, -1])
+    state = jnp.zeros((1, network.markov_rank))
+    wanted = []
+    for k in range(network.block_size):
+        bias, state = network.correct(loaded.weights, state, token, hidden[:, k])
+        best = jnp.argmax(base[:, k] + bias, axis=-1)
+        token = best + ids.d2t[best]
+        wanted.append(int(token[0]))
+    assert proposal.tokens[0].tolist() == wanted
+    known = jnp.arange(network.vocab_size) + ids.d2t
+    assert set(wanted) <= set(known.tolist())
