@@ -102,13 +102,12 @@ def read_draft(
     folder = _read_folder(path)
     found = _recognised(folder, method)
     if found is None:
+        names = sorted({known.name for known in FORMATS if method in (None, known.method)})
+        message = f"{path}: is no drafter of a known format; known: {', '.join(names)}."
         other = None if method is None else _recognised(folder, None)
-        names = sorted({f.name for f in FORMATS if method in (None, f.method)})
-        raise ValueError(
-            f"{path}: is no drafter of a known format; known{'' if method is None else ' of ' + method}: "
-            f"{', '.join(names)}."
-            + ("" if other is None else f" It is {other.name}: use the method {other.method!r}.")
-        )
+        if other is not None:
+            message += f" It is {other.name}: use the method {other.method!r}."
+        raise ValueError(message)
     shapes = {name: tensor.shape for name, tensor in folder.tensors.items()}
     try:
         read = found.read(folder.config, shapes, target)

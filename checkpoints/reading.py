@@ -184,7 +184,8 @@ def _weights(
     wanted = sources(config, layout)
     found = match(wanted, stored, lambda name: layout.ignored(name, config), path)
     return {
-        key: functools.partial(read_source, parts, wanted[key], dtype) for key, parts in found.items()
+        key: functools.partial(read_source, parts, wanted[key], dtype)
+        for key, parts in found.items()
     }
 
 

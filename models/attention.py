@@ -27,7 +27,6 @@ class Pass:
     lengths: Array  # [B] int32: tokens in the cache
     mask: Array  # [1 or B, T, U] bool: which keys of the block each query sees
     rotation: tuple[Array, Array] | None  # cos and sin [B, T, rotated / 2]
-    key_positions: Array | None = None  # [B, U] int32; None: U = T, keys are where queries are
 
 
 def attend(
@@ -45,7 +44,8 @@ def attend(
     Args:
       query: `[B, T, H, D]`; heads `g * H / G ...` share key/value head g.
       block: keys `[B, G, U, D]` and values `[B, G, U, DV]` of this pass, in the cache's form. U is
-        T, or more if keys of earlier passes, which are not in the cache, come first.
+        T, or more if keys of earlier passes, which are not in the cache, come first. These must
+        lie within the window of every query that sees them.
       cache: keys `[B, G, S, D]` and values `[B, G, S, DV]`; position p lies in slot p mod S.
       here: positions, lengths and mask.
       scale: on the queries.
@@ -94,9 +94,10 @@ def attend(
         old = old.reshape(batch, groups, repeat, steps, slots)
         old = jnp.where(seen[:, None, None], old, -jnp.inf)
         old = old.reshape(batch, groups, repeat * steps, slots)
-        keys = here.positions if here.key_positions is None else here.key_positions
-        apart = here.positions[:, :, None] - keys[:, None, :]
-        mask = here.mask & (apart < window)
+        # Keys of earlier passes are ancestors, a few places before their node at most.
+        near = here.positions[:, :, None] - here.positions[:, None, :] < window
+        more = here.mask.shape[2] - steps
+        mask = here.mask & jnp.pad(near, [(0, 0), (0, 0), (more, 0)], constant_values=True)
     new = new.reshape(batch, groups, repeat, steps, -1)
     new = jnp.where(mask[:, None, None, :, :], new, -jnp.inf)
     new = new.reshape(batch, groups, repeat * steps, -1)

@@ -54,7 +54,8 @@ _HARMLESS = frozenset(
     encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
     forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder is_llama_config
     label2id length_penalty max_length medusa_num_heads medusa_num_layers min_length model_type
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_router_logits
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_router_logits
     output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values
     repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise
     sep_token_id suppress_tokens task_specific_params

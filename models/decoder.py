@@ -96,6 +96,7 @@ class Decoder(nnx.Module):
         cache: Cache,
         mask: Array,
         features: tuple[int, ...] = (),
+        earlier: Block | None = None,
     ) -> Forward:
         """One pass; see `specjax.types.ForwardFn`."""
         config = self.config
@@ -108,7 +109,8 @@ class Decoder(nnx.Module):
         for i, layer in enumerate(self.layers):
             states.append(x)
             local = config.local_rope is not None and config.window(i) is not None
-            x, block = layer(x, (cache.keys[i], cache.values[i]), passes[local])
+            before = None if earlier is None else (earlier.keys[i], earlier.values[i])
+            x, block = layer(x, (cache.keys[i], cache.values[i]), passes[local], before)
             blocks.append(block)
         hidden = self.norm(x)
         states.append(hidden)
@@ -206,8 +208,8 @@ def _decoder_model(config: DecoderConfig, kv_cache: str | None) -> Model:
     parts = _functional(config)
     bits = None if kv_cache is None else BITS[kv_cache]
 
-    def forward(weights, tokens, positions, cache, mask, features=()) -> Forward:
-        out = parts.bind(weights)(tokens, positions, cache, mask, features)
+    def forward(weights, tokens, positions, cache, mask, features=(), earlier=None) -> Forward:
+        out = parts.bind(weights)(tokens, positions, cache, mask, features, earlier)
         return Forward(
             hidden=out.hidden, features=out.features, block=known_after(out.hidden, out.block)
         )

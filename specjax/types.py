@@ -119,7 +119,10 @@ class Forward:
 
 
 class ForwardFn(Protocol):
-    """`features` i asks for the input of layer i (0: the embedding, L: after the final norm)."""
+    """`features` i asks for the input of layer i (0: the embedding, L: after the final norm).
+
+    Only drafters that make trees with a model hand on `earlier`; a target need not take it.
+    """
 
     def __call__(
         self,
@@ -127,8 +130,9 @@ class ForwardFn(Protocol):
         tokens: Array,  # [B, T] int32
         positions: Array,  # [B, T] int32
         cache: Cache,  # read only
-        mask: Array,  # [1 or B, T, T] bool: query t sees token u of the same block
+        mask: Array,  # [1 or B, T, U + T] bool: query t sees token u of the same block
         features: tuple[int, ...] = (),
+        earlier: Block | None = None,  # U tokens of earlier passes that are not in the cache
     ) -> Forward: ...
 
 

@@ -18,6 +18,7 @@ from specjax.models.eagle import EagleConfig, eagle_network, random_eagle
 from specjax.models.medusa import MedusaConfig, medusa_heads
 from specjax.models.medusa import random_weights as random_medusa
 from specjax.models.mtp import MtpConfig, mtp_network, random_mtp
+from specjax.sampling import distribution
 from specjax.types import Params
 from tests.tiny import emitted
 
@@ -90,9 +91,9 @@ def _block(**options):
     return make(network), weights
 
 
-def _draft_model():
+def _draft_model(make=drafters.draft_model, depth=3, **options):
     config, weights = first_layers(SMALL, _target().target, 1)
-    return drafters.draft_model(decoder_model(config), 3), weights
+    return make(decoder_model(config), depth, **options), weights
 
 
 BRANCHED = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
@@ -100,6 +101,10 @@ TABLE = {
     "plain": lambda: (drafters.plain(), None),
     "ngram": lambda: (drafters.ngram(3), None),
     "draft_model": _draft_model,
+    "draft_tree, paths": lambda: _draft_model(drafters.draft_tree, 2, paths=3),
+    "draft_tree, dynamic": lambda: _draft_model(
+        drafters.draft_tree, tree=drafters.dynamic_tree(9, 3, 3)
+    ),
     "eagle1": lambda: _eagle(fused=False, num_speculative_tokens=3),
     "eagle3": lambda: _eagle(num_speculative_tokens=3),
     "eagle3, own vocabulary": lambda: _eagle(num_speculative_tokens=3, own=4),
@@ -258,7 +263,7 @@ def _law(prompt: tuple[int, ...]) -> np.ndarray:
         jnp.tril(jnp.ones((1, length, length), bool)),
     )
     laws = np.asarray(
-        specjax.distribution(params.model.unembed(params.target, out.hidden[:, -2:]), SAMPLED),
+        distribution(params.model.unembed(params.target, out.hidden[:, -2:]), SAMPLED),
         np.float64,
     )
     return laws[0, 0][:, None] * laws[:, 1]

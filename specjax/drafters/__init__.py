@@ -2,8 +2,10 @@
 
 from specjax.drafters.dflash import dflash
 from specjax.drafters.draft_model import draft_model
+from specjax.drafters.draft_tree import draft_tree
 from specjax.drafters.dspark import dspark
-from specjax.drafters.eagle import dynamic_tree, eagle
+from specjax.drafters.eagle import eagle
+from specjax.drafters.growing import dynamic_tree
 from specjax.drafters.medusa import medusa
 from specjax.drafters.mtp import mtp
 from specjax.drafters.ngram import ngram
@@ -14,6 +16,7 @@ __all__ = [
     "VocabularyMap",
     "dflash",
     "draft_model",
+    "draft_tree",
     "dspark",
     "dynamic_tree",
     "eagle",

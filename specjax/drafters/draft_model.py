@@ -13,7 +13,13 @@ from jax import Array
 
 from specjax import cache, sampling, tree
 from specjax import seen as seen_lib
-from specjax.drafters.vocabulary import VocabularyMap, check_map, onto_target, split_draft
+from specjax.drafters.vocabulary import (
+    VocabularyMap,
+    check_map,
+    draft_ids,
+    onto_target,
+    split_draft,
+)
 from specjax.sampling import Purpose
 from specjax.types import Context, Drafter, Model, Outcome, Params, Prefill
 
@@ -43,10 +49,7 @@ def draft_model(model: Model, num_speculative_tokens: int = 4, *, mapped: bool =
         raise ValueError(f"num_speculative_tokens must be an integer of at least 1, got {depth!r}")
 
     def own(tokens: Array, ids: VocabularyMap | None) -> Array:
-        """The draft's ids of the target's tokens; what it does not have reads as another token."""
-        if ids is None:
-            return jnp.minimum(tokens, model.vocab_size - 1)
-        return ids.t2d[tokens]
+        return draft_ids(tokens, ids, model.vocab_size)
 
     def init(params: Params, prefill: Prefill):
         weights, ids = split_draft(params, "draft_model", mapped)

@@ -18,8 +18,7 @@ from jax import Array
 
 from specjax import cache
 from specjax.drafters import growing
-from specjax.drafters.choices import StaticTree, named_tree
-from specjax.drafters.growing import DynamicTree, Pending, Reader
+from specjax.drafters.growing import DynamicTree, Pending, Reader, Shape, shape_of, size_of
 from specjax.drafters.vocabulary import VocabularyMap, check_map, onto_target, split_draft
 from specjax.types import (
     Context,
@@ -32,32 +31,9 @@ from specjax.types import (
     PyTree,
 )
 
-__all__ = ["dynamic_tree", "eagle"]
+__all__ = ["check_target", "eagle", "reader_of"]
 
 _SHIFT = 1  # entry i reads the token at position i + 1
-
-
-def dynamic_tree(nodes: int = 59, depth: int = 6, top_k: int = 10) -> DynamicTree:
-    """The shape of an EAGLE-2 tree. The defaults are those of the published code for a 7B model.
-
-    Args:
-      nodes: N, drafted nodes that are verified.
-      depth: K, levels.
-      top_k: nodes of a level that are read on, and children that each has.
-
-    Raises:
-      ValueError: a number below 1, or fewer candidates than nodes.
-    """
-    for name, value in (("nodes", nodes), ("depth", depth), ("top_k", top_k)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    candidates = top_k + (depth - 1) * top_k**2
-    if nodes > candidates:
-        raise ValueError(
-            f"nodes must be at most {candidates} for depth {depth} and top_k {top_k} (top_k + "
-            f"(depth - 1) * top_k^2 candidates), got {nodes}"
-        )
-    return DynamicTree(nodes, depth, top_k)
 
 
 def eagle(
@@ -89,40 +65,13 @@ def eagle(
       ValueError: a bad number, both a tree and paths, or a tree that needs more tokens than the
         head has.
     """
-    for what, value in (("num_speculative_tokens", num_speculative_tokens), ("paths", paths)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{what} must be an integer of at least 1, got {value!r}")
-    if tree is not None and paths > 1:
-        raise ValueError(f"give tree or paths, not both; got tree={tree!r}, paths={paths}")
-    if isinstance(tree, DynamicTree):
-        shape: DynamicTree | StaticTree | None = dynamic_tree(*tree)
-        most = shape.top_k
-    else:
-        shape = None if tree is None else named_tree(tree)
-        most = 1 if shape is None else max(shape.ranks) + 1
-    if most > network.vocab_size:
-        raise ValueError(
-            f"tree asks for {most} tokens after a node, but the draft's vocabulary has "
-            f"{network.vocab_size}"
-        )
-    return _eagle(network, num_speculative_tokens, shape, paths, mapped, name)
+    shape = shape_of(num_speculative_tokens, tree, paths, network.vocab_size)
+    return _eagle(network, shape, mapped, name)
 
 
 @functools.cache
-def _eagle(
-    network: FeatureNetwork,
-    depth: int,
-    shape: DynamicTree | StaticTree | None,
-    paths: int,
-    mapped: bool,
-    name: str,
-) -> Drafter:
-    if isinstance(shape, DynamicTree):
-        depth, nodes = shape.depth, shape.nodes
-    elif shape is not None:
-        depth, nodes = max(shape.depths), len(shape.parents)
-    else:
-        nodes = depth * paths
+def _eagle(network: FeatureNetwork, shape: Shape, mapped: bool, name: str) -> Drafter:
+    depth, nodes = size_of(shape)
 
     def reader(params: Params) -> Reader:
         weights, ids = split_draft(params, name, mapped)
@@ -158,13 +107,7 @@ def _eagle(
     def draft(params: Params, key: Array, state: Pending, context: Context):
         read = reader(params)
         start, held = growing.read_pending(read, state, context, _SHIFT)
-        batch = context.lengths.shape[0]
-        if isinstance(shape, DynamicTree):
-            proposal = growing.dynamic(read, start, held, shape, batch)
-        elif shape is not None:
-            proposal = growing.ranked(read, start, held, shape, batch)
-        else:
-            proposal = growing.sampled(read, start, held, key, context, depth, paths)
+        proposal = growing.draft(read, start, held, shape, key, context)
         return proposal, Pending(cache=held, hidden=state.hidden)
 
     def update(params: Params, state: Pending, outcome: Outcome) -> Pending:

@@ -8,7 +8,7 @@ a rejected draft leaves no trace and there is nothing to roll back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax import Array
 
 from specjax import cache, sampling
 from specjax import seen as seen_lib
-from specjax.drafters.choices import StaticTree
+from specjax.drafters.choices import StaticTree, named_tree
 from specjax.sampling import Purpose
 from specjax.types import Block, Cache, Context, Forward, Proposal, PyTree, record
 
@@ -31,6 +31,85 @@ __all__ = [
     "read_pending",
     "sampled",
 ]
+
+
+class DynamicTree(NamedTuple):
+    """EAGLE-2: in each level the `top_k` nodes with the best paths are read on, and have `top_k`
+    children each; of all of them the best `nodes` are proposed."""
+
+    nodes: int  # N
+    depth: int  # K
+    top_k: int
+
+
+class Paths(NamedTuple):
+    """Independent chains from the root; one of them is a chain."""
+
+    depth: int  # K
+    count: int
+
+
+Shape = DynamicTree | StaticTree | Paths
+
+
+def dynamic_tree(nodes: int = 59, depth: int = 6, top_k: int = 10) -> DynamicTree:
+    """The shape of an EAGLE-2 tree. The defaults are those of the published code for a 7B model.
+
+    Args:
+      nodes: N, drafted nodes that are verified.
+      depth: K, levels.
+      top_k: nodes of a level that are read on, and children that each has.
+
+    Raises:
+      ValueError: a number below 1, or fewer candidates than nodes.
+    """
+    for name, value in (("nodes", nodes), ("depth", depth), ("top_k", top_k)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    candidates = top_k + (depth - 1) * top_k**2
+    if nodes > candidates:
+        raise ValueError(
+            f"nodes must be at most {candidates} for depth {depth} and top_k {top_k} (top_k + "
+            f"(depth - 1) * top_k^2 candidates), got {nodes}"
+        )
+    return DynamicTree(nodes, depth, top_k)
+
+
+def shape_of(depth: int, tree: Any, paths: int, vocab: int) -> Shape:
+    """The shape that a drafter's options mean.
+
+    Args:
+      depth: `num_speculative_tokens`, K of a chain or of paths.
+      tree: None, a `DynamicTree`, or what `named_tree` takes.
+      paths: how many independent chains.
+      vocab: DV.
+
+    Raises:
+      ValueError: a bad number, both a tree and paths, or a tree that needs more tokens than DV.
+    """
+    for what, value in (("num_speculative_tokens", depth), ("paths", paths)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{what} must be an integer of at least 1, got {value!r}")
+    if tree is None:
+        return Paths(depth, paths)
+    if paths > 1:
+        raise ValueError(f"give tree or paths, not both; got tree={tree!r}, paths={paths}")
+    shape = dynamic_tree(*tree) if isinstance(tree, DynamicTree) else named_tree(tree)
+    most = shape.top_k if isinstance(shape, DynamicTree) else max(shape.ranks) + 1
+    if most > vocab:
+        raise ValueError(
+            f"tree asks for {most} tokens after a node, but the draft's vocabulary has {vocab}"
+        )
+    return shape
+
+
+def size_of(shape: Shape) -> tuple[int, int]:
+    """K and N of a shape."""
+    if isinstance(shape, Paths):
+        return shape.depth, shape.depth * shape.count
+    if isinstance(shape, DynamicTree):
+        return shape.depth, shape.nodes
+    return shape.levels, len(shape.parents)
 
 
 class Reader(NamedTuple):
@@ -158,6 +237,22 @@ def _all_levels(first: PyTree, others: PyTree) -> PyTree:
     )
 
 
+def draft(
+    reader: Reader, start: Start, held: Cache, shape: Shape, key: Array, context: Context
+) -> Proposal:
+    """A draft of some shape.
+
+    Args:
+      key: `[B]`, of this round.
+    """
+    batch = context.lengths.shape[0]
+    if isinstance(shape, Paths):
+        return sampled(reader, start, held, key, context, shape.depth, shape.count)
+    if isinstance(shape, DynamicTree):
+        return dynamic(reader, start, held, shape, batch)
+    return ranked(reader, start, held, shape, batch)
+
+
 # --- chains and paths, drawn from the network's law ------------------------------------------
 
 
@@ -238,15 +333,6 @@ def ranked(reader: Reader, start: Start, held: Cache, shape: StaticTree, batch: 
         valid=sound,
         candidate=jnp.ones(tokens.shape, bool),
     )
-
-
-class DynamicTree(NamedTuple):
-    """EAGLE-2: in each level the `top_k` nodes with the best paths are read on, and have `top_k`
-    children each; of all of them the best `nodes` are proposed."""
-
-    nodes: int  # N
-    depth: int  # K
-    top_k: int
 
 
 def dynamic(reader: Reader, start: Start, held: Cache, shape: DynamicTree, batch: int) -> Proposal:

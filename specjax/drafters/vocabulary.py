@@ -17,7 +17,14 @@ from jax import Array
 
 from specjax.types import Params, PyTree, record
 
-__all__ = ["VocabularyMap", "check_map", "onto_target", "split_draft", "vocabulary_map"]
+__all__ = [
+    "VocabularyMap",
+    "check_map",
+    "draft_ids",
+    "onto_target",
+    "split_draft",
+    "vocabulary_map",
+]
 
 
 @record
@@ -80,6 +87,11 @@ def onto_target(logits: Array, vocab_size: int, d2t: Array | None = None) -> Arr
         return logits[..., :vocab_size]
     gap = [(0, 0)] * (logits.ndim - 1) + [(0, vocab_size - own)]
     return jnp.pad(logits, gap, constant_values=-jnp.inf)
+
+
+def draft_ids(tokens: Array, ids: VocabularyMap | None, draft_vocab: int) -> Array:
+    """The draft's ids of the target's tokens; what it does not have reads as another token."""
+    return jnp.minimum(tokens, draft_vocab - 1) if ids is None else ids.t2d[tokens]
 
 
 def split_draft(params: Params, name: str, mapped: bool) -> tuple[PyTree, VocabularyMap | None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax import checkpoints, drafters, sharding
-from specjax.loading.reading import How, Target, read_weights
+from specjax.loading.reading import How, Target, read_weights, tree_of
 from specjax.models.block_decoder import block_network
 from specjax.models.eagle import eagle_network
 from specjax.models.medusa import medusa_heads
@@ -73,18 +73,6 @@ def _weights(found: checkpoints.DraftCheckpoint, axes: Any, how: How) -> PyTree:
     return weights if how.mesh is None else sharding.onto(weights, how.mesh)
 
 
-def _tree(tree: Any) -> Any:
-    """A dynamic tree may be written as a mapping, in configuration files."""
-    if not isinstance(tree, Mapping):
-        return tree
-    unknown = sorted(set(tree) - {"nodes", "depth", "top_k"})
-    if unknown:
-        raise ValueError(
-            f"tree has no option {', '.join(map(repr, unknown))}; it has: nodes, depth, top_k"
-        )
-    return drafters.dynamic_tree(**tree)
-
-
 def _eagle(
     method: str,
     *,
@@ -93,7 +81,7 @@ def _eagle(
     tree: Any = None,
     paths: int | None = None,
 ) -> _Build:
-    tree = _tree(tree)
+    tree = tree_of(tree)
 
     def make(found: checkpoints.DraftCheckpoint, options: dict[str, Any]):
         network = eagle_network(found.config)

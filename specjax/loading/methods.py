@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from specjax import checkpoints, drafters, sharding
 from specjax.loading import learned
-from specjax.loading.reading import Loaded, Target, bits_of, read, rounded
+from specjax.loading.reading import Loaded, Target, bits_of, read, rounded, tree_of
 from specjax.models.decoder import decoder_model, first_layers
 from specjax.models.quantized import QuantizedTensor
 from specjax.types import Drafter, Model, PyTree
@@ -45,7 +45,10 @@ def _draft_model(
     draft_layers: int | None = None,
     quantize: str | None = None,
     num_speculative_tokens: int = 4,
+    tree: Any = None,
+    paths: int = 1,
 ) -> _Build:
+    tree = tree_of(tree)
     given = (model is not None) + (draft_layers is not None)
     if given == 2 or (given == 0 and quantize is None):
         raise ValueError(
@@ -61,6 +64,12 @@ def _draft_model(
     ):
         raise ValueError(f"draft_layers must be an integer, got {draft_layers!r}")
 
+    def make(own: Model, mapped: bool = False) -> Drafter:
+        if tree is None and paths == 1:
+            return drafters.draft_model(own, num_speculative_tokens, mapped=mapped)
+        options = {"tree": tree, "paths": paths, "mapped": mapped}
+        return drafters.draft_tree(own, num_speculative_tokens, **options)
+
     def build(target: Target) -> tuple[Drafter, PyTree]:
         if model is None:
             config, weights = target.loaded.config, target.loaded.weights
@@ -74,11 +83,13 @@ def _draft_model(
             own = decoder_model(config, kv_cache=target.how.kv_cache)
             if bits is not None:
                 weights = _inbits_of(own, weights, bits, target.how.mesh)
-            return drafters.draft_model(own, num_speculative_tokens), weights
+            return make(own), weights
         draft = read(model, target.how._replace(bits=bits))
         ids = _vocabulary_map(draft, target.loaded)
-        made = drafters.draft_model(draft.model, num_speculative_tokens, mapped=ids is not None)
-        return made, draft.weights if ids is None else (draft.weights, ids)
+        return make(draft.model, ids is not None), draft.weights if ids is None else (
+            draft.weights,
+            ids,
+        )
 
     return build
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from specjax import checkpoints, sharding
+from specjax import checkpoints, drafters, sharding
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import decoder_model
 from specjax.models.naming import parameters
 from specjax.models.quantized import BITS, quantize_weight
 from specjax.types import Model, PyTree
 
-__all__ = ["How", "Loaded", "Target", "bits_of", "read", "read_weights", "rounded"]
+__all__ = ["How", "Loaded", "Target", "bits_of", "read", "read_weights", "rounded", "tree_of"]
 
 
 class Loaded(NamedTuple):
@@ -104,3 +104,15 @@ def read_weights(
 def rounded(path: tuple[Any, ...], leaf: Any, bits: int) -> Any:
     """A weight in fewer bits, computed before the next one is read: two at a time would add up."""
     return jax.block_until_ready(quantize_weight(path, leaf, bits))
+
+
+def tree_of(tree: Any) -> Any:
+    """A dynamic tree may be written as a mapping, in configuration files."""
+    if not isinstance(tree, Mapping):
+        return tree
+    unknown = sorted(set(tree) - {"nodes", "depth", "top_k"})
+    if unknown:
+        raise ValueError(
+            f"tree has no option {', '.join(map(repr, unknown))}; it has: nodes, depth, top_k"
+        )
+    return drafters.dynamictree_of(**tree)
