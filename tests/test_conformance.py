@@ -11,6 +11,7 @@ import pytest
 
 import specjax
 from specjax import drafters, types
+from specjax.analysis import summary
 from specjax.models.block_decoder import BlockConfig, block_network, random_block
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import decoder_model, first_layers, random_weights
@@ -20,6 +21,7 @@ from specjax.models.medusa import random_weights as random_medusa
 from specjax.models.mtp import MtpConfig, mtp_network, random_mtp
 from specjax.sampling import distribution
 from specjax.types import Params
+from tests import tiny
 from tests.tiny import emitted
 
 SMALL = DecoderConfig(
@@ -300,3 +302,21 @@ def test_law_of_two_tokens(name):
     chi = np.sum((counts[keep] - expected[keep]) ** 2 / expected[keep])
     degrees = keep.sum() - 1
     assert chi < degrees + 4.5 * np.sqrt(2 * degrees) + 8, (chi, degrees)
+
+
+# --- counters --------------------------------------------------------------------------------
+
+
+def test_summary_of_an_oracle_of_a_tree():
+    """All of a path stands in every round; nodes beside it never do."""
+    plain = _decode(_target(), PROMPTS[1:2], keys=_key(0))
+    text = tuple(PROMPTS[1] + emitted(plain))
+    parents, right = (0, 0, 1, 2, 2, 5), (2, 5, 6)  # root - 2 - 5 - 6
+    params = _target().replace(drafter=tiny.tree_oracle(text, parents, right))
+    out = specjax.decode(params, PROMPTS[1], max_new_tokens=16, eos_ids=[])
+    assert emitted(out) == emitted(plain)[:16]
+    found = summary(out.stats)
+    assert found.tau == 4
+    np.testing.assert_array_equal(found.cumulative, [1, 1, 1])
+    np.testing.assert_array_equal(found.conditional, [1, 1, 1])
+    np.testing.assert_array_equal(found.hits, [0, 1, 0, 0, 1, 1])
