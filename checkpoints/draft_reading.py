@@ -118,7 +118,33 @@ def read_draft(
     weights = {
         key: lambda key=key: read_source(parts[key], read.sources[key], wanted) for key in parts
     }
-    offsets = None if read.d2t is None else folder.tensors[read.d2t].read()
+    offsets = None
+    if read.d2t is not None:
+        offsets = _offsets(folder.tensors[read.d2t], read.draft_vocab, target.vocab_size)
     return DraftCheckpoint(
         path, found.method, found.name, read.config, weights, offsets, read.options
     )
+
+
+def _offsets(tensor: StoredTensor, draft_vocab: int | None, vocab_size: int) -> np.ndarray:
+    """d2t, which must lead each of the draft's tokens to another one of the target's."""
+    where = f"{tensor.file}: the tensor {tensor.name}"
+    offsets = tensor.read()
+    if offsets.shape != (draft_vocab,) or offsets.dtype.kind not in "iu":
+        raise ValueError(
+            f"{where} is {offsets.dtype} of shape {offsets.shape}; wanted integers of shape "
+            f"({draft_vocab},), one for each token of the draft. Download the drafter again."
+        )
+    ids = np.arange(offsets.size) + offsets.astype(np.int64)
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if bad.size:
+        raise ValueError(
+            f"{where} leads the draft's token {bad[0]} to {ids[bad[0]]}, but the target has "
+            f"{vocab_size} tokens. Take the drafter that belongs to this target."
+        )
+    if np.unique(ids).size != ids.size:
+        raise ValueError(
+            f"{where} leads two of the draft's tokens to one of the target's. Download the "
+            "drafter again."
+        )
+    return offsets

@@ -124,6 +124,7 @@ def _found(
         sources=_sources(config),
         ignored=lambda name: name in ("d2t", "t2d") or name.endswith("rotary_emb.inv_freq"),
         d2t="d2t" if mapped else None,
+        draft_vocab=config.draft_vocab,
         options=options or {},
     )
 
@@ -186,8 +187,12 @@ def _spread(layers: int, target_layers: int) -> list[int]:
 # --- DeepSpec --------------------------------------------------------------------------------
 
 
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _is_deepspec(config: Mapping[str, Any]) -> bool:
-    names = config.get("architectures") or []
+    names = _listed(config.get("architectures"))
     return any(str(name).endswith("DSparkModel") for name in names)
 
 

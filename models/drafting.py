@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, NamedTuple
 
 from specjax.models.config import DecoderConfig
+from specjax.models.config_reading import positive_int
 from specjax.models.naming import Source
 
 __all__ = [
@@ -28,6 +29,7 @@ class Found(NamedTuple):
     sources: Mapping[str, Source]  # parameter path -> tensors
     ignored: Callable[[str], bool] = lambda name: False  # tensors that may be there
     d2t: str | None = None  # tensor of offsets [DV], if the drafter has a vocabulary of its own
+    draft_vocab: int | None = None  # DV
     options: Mapping[str, Any] = {}  # what the checkpoint says of drafting: options of the method
 
 
@@ -84,9 +86,19 @@ def check_features(key: str, ids: Any, layers: int, offset: int = 0) -> tuple[in
 
 def proposal_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
     """How many tokens a speculators config.json drafts, as an option of the method."""
-    methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
-    tokens = methods[0].get("speculative_tokens")
-    return {} if tokens is None else {"num_speculative_tokens": tokens}
+    spec = config.get("speculators_config")
+    spec = {} if spec is None else spec
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"speculators_config is {spec!r}; wanted an object. Correct config.json.")
+    methods = spec.get("proposal_methods")
+    methods = [] if methods is None else methods
+    if not isinstance(methods, list) or not all(isinstance(m, Mapping) for m in methods):
+        raise ValueError(
+            f"proposal_methods is {methods!r}; wanted a list of objects. Correct config.json."
+        )
+    if not methods or methods[0].get("speculative_tokens") is None:
+        return {}
+    return {"num_speculative_tokens": positive_int(methods[0], "speculative_tokens")}
 
 
 def target_fields(config: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:

@@ -79,6 +79,7 @@ def _found(config: EagleConfig, first: str, shapes: _Shapes, **more: Any) -> Fou
         sources=renamed(paths(abstract_eagle(config)), names, {}),
         ignored=lambda name: name in ("d2t", "t2d"),
         d2t="d2t" if mapped else None,
+        draft_vocab=config.draft_vocab if mapped else None,
         **more,
     )
 
@@ -188,7 +189,8 @@ def _speculators(config: _Config, shapes: _Shapes, target: DecoderConfig) -> Fou
 def _deepspec(config: _Config, shapes: _Shapes, target: DecoderConfig) -> Found:
     decoder = _decoder(target_fields(config, _DEEPSPEC_KEYS), target)
     check_size("width", decoder.hidden_size, target.hidden_size)
-    check_size("number of layers", config.get("num_target_layers"), target.num_layers)
+    layers = reading.positive_int(config, "num_target_layers")
+    check_size("number of layers", layers, target.num_layers)
     features = check_features(
         "target_layer_ids", config.get("target_layer_ids"), target.num_layers - 1, 1
     )
@@ -205,7 +207,8 @@ def _deepspec(config: _Config, shapes: _Shapes, target: DecoderConfig) -> Found:
 
 
 def _architecture(config: _Config, name: str) -> bool:
-    return any(name in str(given) for given in config.get("architectures") or [])
+    given = config.get("architectures")
+    return any(name in str(one) for one in (given if isinstance(given, list) else [given]))
 
 
 def _is_eagle1(config: _Config, names: Collection[str]) -> bool:

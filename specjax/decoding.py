@@ -181,7 +181,8 @@ def _job(
 
 def _default_rule(params: Params) -> Acceptance:
     drafter = params.drafter
-    return recursive_rejection() if drafter.nodes > drafter.depth else speculative_sampling()
+    branches = drafter.tree or drafter.nodes > drafter.depth
+    return recursive_rejection() if branches else speculative_sampling()
 
 
 def _wanted(

@@ -248,6 +248,7 @@ class Drafter(NamedTuple):
     depth: int  # K: the longest path that a round can accept
     nodes: int  # N
     features: tuple[int, ...] = ()  # target layers whose states `init` and `update` want
+    tree: bool = False  # drafts may branch; where N > K they do
 
 
 class FuseFn(Protocol):

@@ -15,6 +15,7 @@ import numpy as np
 __all__ = ["TREES", "StaticTree", "named_tree", "static_tree"]
 
 Path = tuple[int, ...]
+_LONGEST = 1024
 
 
 class StaticTree(NamedTuple):
@@ -114,8 +115,8 @@ def named_tree(choices: str | int | Iterable[Sequence[int]]) -> StaticTree:
             raise ValueError(f"choices {choices!r} is not known; known: {', '.join(TREES)}")
         return static_tree(TREES[choices])
     if isinstance(choices, int) and not isinstance(choices, bool):
-        if choices < 1:
-            raise ValueError(f"choices must be at least 1 for a chain, got {choices}")
+        if not 1 <= choices <= _LONGEST:
+            raise ValueError(f"choices must be from 1 to {_LONGEST} for a chain, got {choices}")
         return static_tree([(0,) * depth for depth in range(1, choices + 1)])
     return static_tree(choices)
 

@@ -14,7 +14,15 @@ from jax import Array
 
 from specjax import cache
 from specjax.drafters import growing
-from specjax.drafters.growing import DynamicTree, Pending, Reader, Shape, shape_of, size_of
+from specjax.drafters.growing import (
+    DynamicTree,
+    Paths,
+    Pending,
+    Reader,
+    Shape,
+    shape_of,
+    size_of,
+)
 from specjax.drafters.vocabulary import check_map, draft_ids, onto_target, split_draft
 from specjax.types import Context, Drafter, Forward, Model, Outcome, Params, Prefill
 
@@ -95,5 +103,11 @@ def _draft_tree(model: Model, shape: Shape, mapped: bool) -> Drafter:
         return state
 
     return Drafter(
-        init=init, draft=draft, update=update, name="draft_tree", depth=depth, nodes=nodes
+        init=init,
+        draft=draft,
+        update=update,
+        name="draft_tree",
+        depth=depth,
+        nodes=nodes,
+        tree=not isinstance(shape, Paths) or shape.count > 1,
     )

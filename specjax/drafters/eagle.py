@@ -18,7 +18,15 @@ from jax import Array
 
 from specjax import cache
 from specjax.drafters import growing
-from specjax.drafters.growing import DynamicTree, Pending, Reader, Shape, shape_of, size_of
+from specjax.drafters.growing import (
+    DynamicTree,
+    Paths,
+    Pending,
+    Reader,
+    Shape,
+    shape_of,
+    size_of,
+)
 from specjax.drafters.vocabulary import VocabularyMap, check_map, onto_target, split_draft
 from specjax.types import (
     Context,
@@ -124,6 +132,7 @@ def _eagle(network: FeatureNetwork, shape: Shape, mapped: bool, name: str) -> Dr
         depth=depth,
         nodes=nodes,
         features=network.features,
+        tree=not isinstance(shape, Paths) or shape.count > 1,
     )
 
 

@@ -94,7 +94,13 @@ def shape_of(depth: int, tree: Any, paths: int, vocab: int) -> Shape:
         return Paths(depth, paths)
     if paths > 1:
         raise ValueError(f"give tree or paths, not both; got tree={tree!r}, paths={paths}")
-    shape = dynamic_tree(*tree) if isinstance(tree, DynamicTree) else named_tree(tree)
+    if isinstance(tree, DynamicTree):
+        shape: DynamicTree | StaticTree = dynamic_tree(*tree)
+    else:
+        try:
+            shape = named_tree(tree)
+        except ValueError as error:
+            raise ValueError(f"tree is {tree!r}: {error}") from error
     most = shape.top_k if isinstance(shape, DynamicTree) else max(shape.ranks) + 1
     if most > vocab:
         raise ValueError(
@@ -104,11 +110,11 @@ def shape_of(depth: int, tree: Any, paths: int, vocab: int) -> Shape:
 
 
 def size_of(shape: Shape) -> tuple[int, int]:
-    """K and N of a shape."""
+    """K, the longest path that may be proposed, and N of a shape."""
     if isinstance(shape, Paths):
         return shape.depth, shape.depth * shape.count
     if isinstance(shape, DynamicTree):
-        return shape.depth, shape.nodes
+        return min(shape.depth, shape.nodes), shape.nodes
     return shape.levels, len(shape.parents)
 
 

@@ -127,6 +127,7 @@ def _medusa(heads: Heads, tree: StaticTree) -> Drafter:
         depth=depth,
         nodes=len(tree.paths),
         features=(heads.feature,),
+        tree=True,
     )
 
 

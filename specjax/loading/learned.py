@@ -40,6 +40,16 @@ def _build(
       make: (checkpoint, options) -> the drafter, and logical axes of its weights.
       options: of the caller; those that are None are the checkpoint's to choose.
     """
+    count = options.get("num_speculative_tokens")
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise ValueError(
+            f"num_speculative_tokens of the drafter {method!r} must be an integer of at least 1, "
+            f"got {count!r}"
+        )
+    if model is not None and (not isinstance(model, (str, os.PathLike)) or not os.fspath(model)):
+        raise ValueError(
+            f'"model" of the drafter {method!r} must be the folder of its checkpoint, got {model!r}'
+        )
     if model is not None and not Path(model).is_dir():
         raise FileNotFoundError(
             f'"model" of the drafter {method!r} is {os.fspath(model)!r}, and there is no such '
@@ -48,10 +58,10 @@ def _build(
 
     def build(target: Target) -> tuple[Drafter, PyTree]:
         own = target.loaded.checkpoint.path
-        if model is None and not own.is_dir():
+        if model is None and (not own.is_dir() or checkpoints.draft_format(own, method) is None):
             raise ValueError(
                 f'the drafter {method!r} needs "model", the folder of its checkpoint: the target '
-                f"{own} is a single file, which holds none"
+                f"{own} holds none"
             )
         path = own if model is None else Path(model)
         found = checkpoints.read_draft(path, target.loaded.config, method, target.how.dtype)
@@ -82,6 +92,11 @@ def _eagle(
     paths: int | None = None,
 ) -> _Build:
     tree = tree_of(tree)
+    if tree is not None and num_speculative_tokens is not None:
+        raise ValueError(
+            f"give tree or num_speculative_tokens, not both: a tree has its own depth; got "
+            f"tree={tree!r}, num_speculative_tokens={num_speculative_tokens!r}"
+        )
 
     def make(found: checkpoints.DraftCheckpoint, options: dict[str, Any]):
         network = eagle_network(found.config)
@@ -144,12 +159,16 @@ def _dspark(
         network = block_network(found.config)
         return drafters.dspark(network, **options), network.logical_axes
 
-    listed = lambda x: None if x is None else tuple(x)
+    def listed(name: str, values: Any) -> tuple[Any, ...] | None:
+        if values is not None and not isinstance(values, (list, tuple)):
+            raise ValueError(f"{name} must be a list of numbers, got {values!r}")
+        return None if values is None else tuple(values)
+
     options = {
         "num_speculative_tokens": num_speculative_tokens,
         "confidence_threshold": confidence_threshold,
-        "confidence_temperatures": listed(confidence_temperatures),
-        "steps_per_second": listed(steps_per_second),
+        "confidence_temperatures": listed("confidence_temperatures", confidence_temperatures),
+        "steps_per_second": listed("steps_per_second", steps_per_second),
     }
     return _build("dspark", model, make, options)
 

@@ -44,11 +44,17 @@ def _draft_model(
     model: str | os.PathLike[str] | None = None,
     draft_layers: int | None = None,
     quantize: str | None = None,
-    num_speculative_tokens: int = 4,
+    num_speculative_tokens: int | None = None,
     tree: Any = None,
     paths: int = 1,
 ) -> _Build:
     tree = tree_of(tree)
+    if tree is not None and num_speculative_tokens is not None:
+        raise ValueError(
+            f"give tree or num_speculative_tokens, not both: a tree has its own depth; got "
+            f"tree={tree!r}, num_speculative_tokens={num_speculative_tokens!r}"
+        )
+    depth = 4 if num_speculative_tokens is None else num_speculative_tokens
     given = (model is not None) + (draft_layers is not None)
     if given == 2 or (given == 0 and quantize is None):
         raise ValueError(
@@ -66,9 +72,9 @@ def _draft_model(
 
     def make(own: Model, mapped: bool = False) -> Drafter:
         if tree is None and paths == 1:
-            return drafters.draft_model(own, num_speculative_tokens, mapped=mapped)
+            return drafters.draft_model(own, depth, mapped=mapped)
         options = {"tree": tree, "paths": paths, "mapped": mapped}
-        return drafters.draft_tree(own, num_speculative_tokens, **options)
+        return drafters.draft_tree(own, depth, **options)
 
     def build(target: Target) -> tuple[Drafter, PyTree]:
         if model is None:

@@ -115,4 +115,4 @@ def tree_of(tree: Any) -> Any:
         raise ValueError(
             f"tree has no option {', '.join(map(repr, unknown))}; it has: nodes, depth, top_k"
         )
-    return drafters.dynamictree_of(**tree)
+    return drafters.dynamic_tree(**tree)
