@@ -23,13 +23,17 @@ from specjax.types import Block, Cache, Context, Forward, Proposal, PyTree, reco
 __all__ = [
     "Chooser",
     "DynamicTree",
+    "Paths",
     "Pending",
     "Reader",
-    "dynamic",
+    "Shape",
+    "Start",
+    "draft",
+    "dynamic_tree",
     "grow",
-    "ranked",
     "read_pending",
-    "sampled",
+    "shape_of",
+    "size_of",
 ]
 
 
@@ -53,7 +57,7 @@ Shape = DynamicTree | StaticTree | Paths
 
 
 def dynamic_tree(nodes: int = 59, depth: int = 6, top_k: int = 10) -> DynamicTree:
-    """The shape of an EAGLE-2 tree. The defaults are those of the published code for a 7B model.
+    """The shape of an EAGLE-2 tree.
 
     Args:
       nodes: N, drafted nodes that are verified.
