@@ -186,7 +186,7 @@ def test_convert_refuses_in_one_line(invoke, folder, tmp_path):
             ["--plain", "--num-speculative-tokens", "3", "--draft-layers", "2"],
             "cannot go with --num-speculative-tokens, --draft-layers",
         ),
-        (["--drafter", "ngrm"], "'ngrm' is neither a method (ngram, draft_model)"),
+        (["--drafter", "ngrm"], "'ngrm' is neither a method (ngram, draft_model, eagle"),
         (["--drafter", "{method: ngram}"], "--drafter is not valid JSON"),
         (["--drafter", '{"num_speculative_tokens": 3}'], 'needs a "method", one of ngram'),
         (["--drafter", '{"method": ["ngram"]}'], 'needs a "method", one of ngram'),
