@@ -91,12 +91,7 @@ def _eagle(
     tree: Any = None,
     paths: int | None = None,
 ) -> _Build:
-    tree = tree_of(tree)
-    if tree is not None and num_speculative_tokens is not None:
-        raise ValueError(
-            f"give tree or num_speculative_tokens, not both: a tree has its own depth; got "
-            f"tree={tree!r}, num_speculative_tokens={num_speculative_tokens!r}"
-        )
+    tree = tree_of(tree, num_speculative_tokens)
 
     def make(found: checkpoints.DraftCheckpoint, options: dict[str, Any]):
         network = eagle_network(found.config)

@@ -48,12 +48,7 @@ def _draft_model(
     tree: Any = None,
     paths: int = 1,
 ) -> _Build:
-    tree = tree_of(tree)
-    if tree is not None and num_speculative_tokens is not None:
-        raise ValueError(
-            f"give tree or num_speculative_tokens, not both: a tree has its own depth; got "
-            f"tree={tree!r}, num_speculative_tokens={num_speculative_tokens!r}"
-        )
+    tree = tree_of(tree, num_speculative_tokens)
     depth = 4 if num_speculative_tokens is None else num_speculative_tokens
     given = (model is not None) + (draft_layers is not None)
     if given == 2 or (given == 0 and quantize is None):

@@ -106,8 +106,17 @@ def rounded(path: tuple[Any, ...], leaf: Any, bits: int) -> Any:
     return jax.block_until_ready(quantize_weight(path, leaf, bits))
 
 
-def tree_of(tree: Any) -> Any:
-    """A dynamic tree may be written as a mapping, in configuration files."""
+def tree_of(tree: Any, num_speculative_tokens: Any) -> Any:
+    """The option `tree`, where a mapping, as in configuration files, means a dynamic tree.
+
+    Raises:
+      ValueError: an unknown key, or a tree and `num_speculative_tokens`.
+    """
+    if tree is not None and num_speculative_tokens is not None:
+        raise ValueError(
+            f"give tree or num_speculative_tokens, not both: a tree has its own depth; got "
+            f"tree={tree!r}, num_speculative_tokens={num_speculative_tokens!r}"
+        )
     if not isinstance(tree, Mapping):
         return tree
     unknown = sorted(set(tree) - {"nodes", "depth", "top_k"})
