@@ -56,7 +56,7 @@ def test_chain():
     ("choices", "message"),
     [
         ("mc_sim", "'mc_sim' is not known; known: mc_sim_7b_63"),
-        (0, "at least 1 for a chain, got 0"),
+        (0, "from 1 to 1024 for a chain, got 0"),
         (True, "must be paths of ranks"),
         (2.5, "must be paths of ranks"),
         ([], "at least one path"),
