@@ -21,9 +21,9 @@ from specjax.constraints import Constraint
 from specjax.inputs import Request, bounded, positive, prepare
 from specjax.rounds import Account, DecodeState, Plan, decode_round, start
 from specjax.sampling import Sampling, row_keys
-from specjax.types import DecodeResult, Params, Status
+from specjax.types import DecodeResult, Params, PyTree, Status
 
-__all__ = ["decode", "stream_tokens"]
+__all__ = ["decode", "decode_recorded", "stream_tokens"]
 
 _INT = jnp.int32
 
@@ -85,6 +85,17 @@ def _decode_program(params: Params, request: Request, prompt: Array, *, plan: Pl
     state, account = start(params, request, prompt, plan)
     state, account = _run(params, request, state, account, None, plan)
     return _result(params, request, state, account, plan.width)
+
+
+@functools.partial(jax.jit, static_argnames=("plan",))
+def _recorded_program(
+    params: Params, request: Request, prompt: Array, *, plan: Plan
+) -> tuple[DecodeResult, PyTree]:
+    """As `_decode_program`, and what the drafter knows at the end."""
+    request = _with_row_keys(request)
+    state, account = start(params, request, prompt, plan)
+    state, account = _run(params, request, state, account, None, plan)
+    return _result(params, request, state, account, plan.width), state.draft
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
@@ -298,6 +309,24 @@ def decode(
     )
     result = _decode_program(job.params, job.request, job.prompt, plan=job.plan)
     return _trim(result, job, max_new_tokens)
+
+
+def decode_recorded(
+    params: Params, prompt: Any, *, max_new_tokens: int = 128, **options: Any
+) -> tuple[DecodeResult, PyTree]:
+    """As `decode`; also returns the drafter's state at the end, for drafters that keep records.
+
+    Its leaves may have more rows than there are prompts.
+
+    Args:
+      params: from `specjax.load`.
+      prompt: as for `decode`.
+      max_new_tokens: as for `decode`.
+      **options: as for `decode`.
+    """
+    job = _job(params, prompt, max_new_tokens=max_new_tokens, **options)
+    result, state = _recorded_program(job.params, job.request, job.prompt, plan=job.plan)
+    return _trim(result, job, max_new_tokens), state
 
 
 def stream_tokens(

@@ -1,0 +1,204 @@
+"""The target's own generations: conversations as token ids, in shards on disk.
+
+A shard is a function of the settings and its number alone. So several processes may share the
+work, and a run that was stopped goes on where it was: what is there is not made again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.sampling import Sampling
+from specjax.train.prompts import KINDS, Kind, self_instruction
+from specjax.train.recording import decode_with_states
+from specjax.types import Params
+
+__all__ = ["Conversation", "Writing", "answers", "read_texts", "write_texts"]
+
+
+class Conversation(NamedTuple):
+    """One prompt and what the target answered."""
+
+    tokens: np.ndarray  # [T] int32, prompt and answer
+    prompt: int  # tokens of the prompt
+    kind: str = ""
+    states: tuple[np.ndarray, ...] = ()  # of the target: one [T - 1, E] bfloat16 a feature
+
+
+class Writing(NamedTuple):
+    """What a folder of texts is made of."""
+
+    features: tuple[int, ...] = ()  # states of the target that are kept beside the tokens
+    seed: int = 0
+    rows: int = 128  # conversations a shard, decoded as one batch
+    prompt_temperature: float = 0.8
+    answer_tokens: int = 112  # most tokens of an answer
+    temperatures: tuple[float, ...] = (0.0, 1.0, 0.0)  # of the answers, taken in turn
+    kinds: tuple[Kind, ...] = KINDS  # taken in turn
+
+
+def answers(
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    features: Sequence[int] = (),
+    temperature: float = 0.0,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    kind: str = "",
+) -> list[Conversation]:
+    """The target's answers to a batch of prompts, with its states.
+
+    Args:
+      params: from `specjax.load`; its drafter does not matter.
+      prompts: token ids.
+      features: which states are kept: i is what layer i reads, L that after the final norm.
+      temperature: 0 is greedy.
+      max_new_tokens: most tokens of an answer; with 1 the prompts are all that matters.
+      seed: of the sampling.
+      kind: a name for what these prompts are.
+    """
+    found = decode_with_states(
+        params,
+        prompts,
+        features,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature=temperature),
+        seed=seed,
+    )
+    return [
+        Conversation(tokens, len(prompt), kind, tuple(states))
+        for prompt, (tokens, states) in zip(prompts, found, strict=True)
+    ]
+
+
+def write_texts(
+    folder: str | os.PathLike[str],
+    params: Params,
+    writing: Writing = Writing(),
+    *,
+    shards: Sequence[int],
+) -> Iterator[tuple[int, int]]:
+    """Writes the shards that are not there yet.
+
+    Args:
+      folder: made if missing; one that holds texts of other settings is refused.
+      params: from `specjax.load`.
+      writing: the settings.
+      shards: numbers of the shards.
+
+    Yields:
+      Number and tokens of each shard, once it is on disk.
+
+    Raises:
+      ValueError: the folder holds texts of other settings.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = json.loads(json.dumps({"target": params.name, **_settings(writing)}))
+    about = folder / "texts.json"
+    if about.exists():
+        if (found := json.loads(about.read_text())) != settings:
+            changed = sorted(k for k in settings if found.get(k) != settings[k])
+            raise ValueError(
+                f"the folder {str(folder)!r} holds texts of other settings ({', '.join(changed)} "
+                "differ); choose another folder"
+            )
+    else:
+        _write(about, json.dumps(settings, indent=1).encode())
+    for shard in shards:
+        path = folder / f"text-{shard:05d}.npz"
+        if not path.exists():
+            found = _conversations(params, writing, shard)
+            _write_states(folder, shard, found)
+            with open(path.with_suffix(".part"), "wb") as file:
+                np.savez(
+                    file,
+                    tokens=np.concatenate([one.tokens for one in found]),
+                    lengths=np.asarray([len(one.tokens) for one in found], np.int32),
+                    prompts=np.asarray([one.prompt for one in found], np.int32),
+                    kind=np.asarray(found[0].kind),
+                )
+            os.replace(path.with_suffix(".part"), path)
+        with np.load(path) as held:
+            yield shard, int(held["lengths"].sum())
+
+
+def read_texts(folder: str | os.PathLike[str]) -> Iterator[Conversation]:
+    """The conversations of a folder, in the order of its shards. States are read when touched.
+
+    Raises:
+      ValueError: the folder has no texts.
+    """
+    folder = Path(folder)
+    paths = sorted(folder.glob("text-*.npz"))
+    if not paths:
+        raise ValueError(f"{str(folder)!r} has no texts (text-*.npz)")
+    for path in paths:
+        with np.load(path) as held:
+            tokens = np.split(held["tokens"], np.cumsum(held["lengths"])[:-1])
+            kind, prompts = str(held["kind"]), held["prompts"].tolist()
+        states, at = _read_states(folder, int(path.stem.split("-")[1])), 0
+        for one, prompt in zip(tokens, prompts, strict=True):
+            # The last token of a text has none: the slot is there, so that both count alike.
+            own = tuple(x[at : at + len(one) - 1] for x in states)
+            yield Conversation(one, prompt, kind, own)
+            at += len(one)
+
+
+def _settings(writing: Writing) -> dict[str, Any]:
+    return writing._replace(kinds=tuple(kind._asdict() for kind in writing.kinds))._asdict()
+
+
+def _conversations(params: Params, writing: Writing, shard: int) -> list[Conversation]:
+    kind = writing.kinds[shard % len(writing.kinds)]
+    turn = shard // len(writing.kinds)
+    seed = int(np.random.default_rng([writing.seed, shard]).integers(2**31))
+    return answers(
+        params,
+        self_instruction(
+            params, kind, writing.rows, seed=seed, temperature=writing.prompt_temperature
+        ),
+        temperature=writing.temperatures[turn % len(writing.temperatures)],
+        max_new_tokens=writing.answer_tokens,
+        seed=seed + 1,
+        kind=kind.name,
+        features=writing.features,
+    )
+
+
+def _write_states(folder: Path, shard: int, found: Sequence[Conversation]) -> None:
+    """One file a shard, `[features, tokens, E]`, a bfloat16 as its two bytes."""
+    if not found[0].states:
+        return
+    one = found[0].states
+    total = sum(len(x.tokens) for x in found)
+    path = folder / f"states-{shard:05d}.npy"
+    part = path.with_suffix(".part")
+    shape = (len(one), total, one[0].shape[1])
+    held = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint16, shape=shape)
+    at = 0
+    for conversation in found:
+        for i, states in enumerate(conversation.states):
+            held[i, at : at + len(states)] = states.view(np.uint16)
+        at += len(conversation.tokens)
+    held.flush()
+    os.replace(part, path)
+
+
+def _read_states(folder: Path, shard: int) -> tuple[np.ndarray, ...]:
+    path = folder / f"states-{shard:05d}.npy"
+    return tuple(np.load(path, mmap_mode="r").view(jnp.bfloat16)) if path.exists() else ()
+
+
+def _write(path: Path, data: bytes) -> None:
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_bytes(data)
+    os.replace(part, path)
