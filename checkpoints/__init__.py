@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specjax.checkpoints.draft_reading import DraftCheckpoint, draft_format, read_draft
+from specjax.checkpoints.draft_writing import save_draft
 from specjax.checkpoints.orbax_folder import verify
 from specjax.checkpoints.reading import Checkpoint, read
 from specjax.checkpoints.registry import available, resolve
@@ -21,5 +22,6 @@ __all__ = [
     "read_draft",
     "resolve",
     "save",
+    "save_draft",
     "verify",
 ]

@@ -29,6 +29,7 @@ class DraftCheckpoint(NamedTuple):
     weights: Mapping[str, Callable[[], np.ndarray]]  # parameter path -> reads one array
     offsets: np.ndarray | None  # d2t [DV]: target id minus draft id
     options: Mapping[str, Any]  # what the checkpoint says of drafting
+    from_target: Mapping[str, str] = {}  # parameter path -> "embed" or "head": the target's rows
 
 
 class _Folder(NamedTuple):
@@ -122,7 +123,14 @@ def read_draft(
     if read.d2t is not None:
         offsets = _offsets(folder.tensors[read.d2t], read.draft_vocab, target.vocab_size)
     return DraftCheckpoint(
-        path, found.method, found.name, read.config, weights, offsets, read.options
+        path,
+        found.method,
+        found.name,
+        read.config,
+        weights,
+        offsets,
+        read.options,
+        read.from_target,
     )
 
 

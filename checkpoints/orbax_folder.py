@@ -9,7 +9,6 @@ folder/
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import zlib
@@ -22,7 +21,8 @@ import numpy as np
 
 from specjax.checkpoints.safetensors_folder import read_json
 from specjax.checkpoints.tensors import StoredTensor
-from specjax.models.config import DecoderConfig, ExpertsConfig, LatentConfig, RopeConfig
+from specjax.models.config import DecoderConfig
+from specjax.models.config_json import config_from_json, config_to_json
 from specjax.models.naming import Source, parameters
 
 __all__ = [
@@ -40,12 +40,6 @@ __all__ = [
 _HEADER, _WEIGHTS, _FORMAT = "specjax.json", "weights", 1
 _CACHE = 16_000_000  # bytes, of indices
 _AGAIN = "The folder is damaged or incomplete: save or convert the checkpoint again."
-_RECORDS = {
-    "rope": RopeConfig,
-    "local_rope": RopeConfig,
-    "experts": ExpertsConfig,
-    "latent": LatentConfig,
-}
 
 
 class Header(NamedTuple):
@@ -113,7 +107,7 @@ def read_orbax(path: Path) -> OrbaxFolder:
         header = Header(
             name=str(content["name"]),
             model_type=content["model_type"],
-            config=_config(DecoderConfig, content["config"]),
+            config=config_from_json(DecoderConfig, content["config"]),
             eos_ids=tuple(int(i) for i in content["eos_ids"]),
             pad_id=int(content["pad_id"]),
         )
@@ -230,24 +224,10 @@ def write_header(
         table[key] = entry._asdict()
     content = {
         "format": _FORMAT,
-        **header._replace(config=dataclasses.asdict(header.config))._asdict(),
+        **header._replace(config=config_to_json(header.config))._asdict(),
         "tensors": table,
     }
     (folder / _HEADER).write_text(json.dumps(content, indent=1), "utf-8")
-
-
-def _config(record: type, fields: Mapping[str, Any]) -> Any:
-    """A configuration from JSON, where tuples are lists and records are objects."""
-    known = {field.name for field in dataclasses.fields(record)}
-    unknown = sorted(set(fields) - known)
-    if unknown:
-        raise ValueError(f"the configuration has the key {unknown[0]!r}, which is not known")
-    values: dict[str, Any] = {}
-    for key, value in fields.items():
-        if isinstance(value, Mapping):
-            value = _config(_RECORDS[key], value)
-        values[key] = tuple(value) if isinstance(value, list) else value
-    return record(**values)
 
 
 def _compare(path: Path, table: Mapping[str, _Entry]) -> None:

@@ -20,7 +20,7 @@ from specjax.models.attention import Attention, KeysValues, LatentAttention, Pas
 from specjax.models.config import DecoderConfig
 from specjax.models.feed_forward import MLP, Experts
 from specjax.models.functional import Functional, functional
-from specjax.models.layers import Linear, Table, matmul, norm
+from specjax.models.layers import Linear, Table, look_up, matmul, norm
 from specjax.models.quantized import BITS, empty_slots
 from specjax.models.rope import inverse_frequencies, rotation
 from specjax.types import Block, Cache, Forward, Model
@@ -30,8 +30,10 @@ __all__ = [
     "Layer",
     "abstract_weights",
     "decoder_model",
+    "embed_rows",
     "empty_cache",
     "first_layers",
+    "head_rows",
     "known_after",
     "random_weights",
     "rotated_size",
@@ -266,6 +268,17 @@ def _layer_slots(
         slots = min(slots, ring)
     shape = (config.num_kv_heads, slots, config.head_dim)
     return shape, shape
+
+
+def head_rows(config: DecoderConfig, weights: dict[str, Any], ids: Array) -> Array:
+    """Rows `[n, E]` float32 of the head, for the tokens `ids [n]`."""
+    table = weights["embed" if config.tie_embeddings else "head"]["weight"]
+    return look_up(table, ids).astype(jnp.float32)
+
+
+def embed_rows(config: DecoderConfig, weights: dict[str, Any], ids: Array) -> Array:
+    """Rows `[n, E]` float32 of the embedding, for the tokens `ids [n]`."""
+    return look_up(weights["embed"]["weight"], ids).astype(jnp.float32)
 
 
 def first_layers(

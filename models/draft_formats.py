@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from specjax.models import dflash, eagle_formats, medusa, mtp
+from specjax.models import dflash, eagle_formats, medusa, mtp, own_drafts
 from specjax.models.drafting import DraftFormat
 
 __all__ = ["FORMATS"]
 
 FORMATS: tuple[DraftFormat, ...] = (
+    *own_drafts.FORMATS,
     *eagle_formats.FORMATS,
     *mtp.FORMATS,
     *medusa.FORMATS,

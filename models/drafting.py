@@ -31,6 +31,7 @@ class Found(NamedTuple):
     d2t: str | None = None  # tensor of offsets [DV], if the drafter has a vocabulary of its own
     draft_vocab: int | None = None  # DV
     options: Mapping[str, Any] = {}  # what the checkpoint says of drafting: options of the method
+    from_target: Mapping[str, str] = {}  # parameter path -> "embed" or "head": the target's rows
 
 
 class DraftFormat(NamedTuple):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-__all__ = ["Functional", "functional", "paths"]
+__all__ = ["Functional", "functional", "leaves", "paths"]
 
 
 class Functional(NamedTuple):
@@ -55,14 +55,19 @@ def paths(tree: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
       >>> paths({"layers": {0: {"weight": jax.ShapeDtypeStruct((4, 8), jnp.float32)}}})
       {'layers.0.weight': (4, 8)}
     """
-    found: dict[str, tuple[int, ...]] = {}
+    return {path: tuple(leaf.shape) for path, leaf in leaves(tree).items()}
+
+
+def leaves(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Every leaf by its dotted path."""
+    found: dict[str, Any] = {}
 
     def walk(path: str, node: Any) -> None:
         if isinstance(node, Mapping):
             for key, child in node.items():
                 walk(f"{path}.{key}" if path else str(key), child)
         else:
-            found[path] = tuple(node.shape)
+            found[path] = node
 
     walk("", tree)
     return found

@@ -29,7 +29,14 @@ from specjax.models.layers import Linear, matmul
 from specjax.models.naming import Source
 from specjax.types import Heads
 
-__all__ = ["FORMATS", "MedusaConfig", "MedusaHeads", "medusa_heads", "random_weights"]
+__all__ = [
+    "FORMATS",
+    "MedusaConfig",
+    "MedusaHeads",
+    "abstract_medusa",
+    "medusa_heads",
+    "random_weights",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +85,11 @@ class MedusaHeads(nnx.Module):
 @functools.cache
 def _functional(config: MedusaConfig) -> Functional:
     return functional(lambda rngs: MedusaHeads(config, rngs))
+
+
+def abstract_medusa(config: MedusaConfig) -> dict[str, Any]:
+    """The weights' tree with a `jax.ShapeDtypeStruct` for each leaf (float32)."""
+    return _functional(config).abstract
 
 
 def random_weights(config: MedusaConfig, key: Array, dtype: Any = jnp.float32) -> dict[str, Any]:

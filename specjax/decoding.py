@@ -153,6 +153,12 @@ def _job(
     if not isinstance(params, Params):
         raise ValueError(f"params must come from specjax.load, got {type(params)}")
     chosen = _default_rule(params) if acceptance is None else rule(acceptance)
+    if chosen.common and params.drafter.mixed:
+        raise ValueError(
+            f"acceptance {chosen.name} keeps the target's law only where all drafts that follow a "
+            f"text have one law, and those of the drafter {params.drafter.name} may differ; use "
+            '"recursive_rejection" or "traversal_verification"'
+        )
     if not isinstance(mesh, Mesh | None):
         raise ValueError(f"mesh must come from jax.make_mesh, got {mesh!r}")
     mesh = sharding.mesh_of(params.target) if mesh is None else mesh

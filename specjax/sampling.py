@@ -50,6 +50,8 @@ _LARGE = 1e30  # of a penalised logit
 # Row keys are folded with numbers from here on, draws with smaller ones: no two are ever equal.
 _ROWS = 1 << 31
 
+_STRETCH = 256  # tokens
+
 
 def _per_row(value: Any, dims: int) -> Array:
     """A scalar or `[B]` field, shaped to broadcast against `dims` axes with B first."""
@@ -273,12 +275,33 @@ def draw(keys: Array, probs: Array) -> Array:
     """
     best = jnp.argmax(probs, axis=-1)
     certain = jnp.all(jnp.max(probs, axis=-1) >= jnp.sum(probs, axis=-1))
+    return jax.lax.cond(certain, lambda: best, lambda: _inverted(keys, probs)).astype(jnp.int32)
 
-    def gumbel(_) -> Array:
-        noise = jax.vmap(lambda k: jax.random.gumbel(k, probs.shape[-1:]))(keys)
-        return jnp.argmax(jnp.log(probs) + noise, axis=-1)
 
-    return jax.lax.cond(certain, lambda _: best, gumbel, None).astype(jnp.int32)
+def _inverted(keys: Array, probs: Array) -> Array:
+    """Inverts the distribution function twice: which stretch of tokens, and which token of it.
+
+    Two numbers in [0, 1) a row, where noise on every token would cost more than the rest of a
+    round. Two levels keep the rounding of sums, and of the numbers themselves, far below float32's.
+    """
+    batch, vocab = probs.shape
+    width = min(_STRETCH, vocab)
+    parts = jnp.pad(probs, ((0, 0), (0, -vocab % width))).reshape(batch, -1, width)
+    at = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
+    part = _first_beyond(at[:, 0], jnp.sum(parts, axis=-1))
+    inside = jnp.take_along_axis(parts, part[:, None, None], axis=1)[:, 0]
+    return part * width + _first_beyond(at[:, 1], inside)
+
+
+def _first_beyond(at: Array, mass: Array) -> Array:
+    """The first place where the running sum of `mass [B, N]` is beyond `at [B]` of the whole.
+
+    Always a place with mass, however sums are rounded.
+    """
+    total = jnp.cumsum(mass, axis=-1)
+    beyond = (mass > 0) & (total > at[:, None] * total[:, -1:])
+    last = mass.shape[-1] - 1 - jnp.argmax((mass > 0)[:, ::-1], axis=-1)
+    return jnp.where(jnp.any(beyond, axis=-1), jnp.argmax(beyond, axis=-1), last)
 
 
 def sample(

@@ -16,7 +16,17 @@ from jax.tree_util import DictKey
 
 from specjax.types import Cache, Model, PyTree
 
-__all__ = ["RULES", "auto", "constrain_cache", "constrain_rows", "mesh_of", "onto", "place", "spec"]
+__all__ = [
+    "RULES",
+    "auto",
+    "constrain_cache",
+    "constrain_rows",
+    "mesh_of",
+    "onto",
+    "place",
+    "place_axes",
+    "spec",
+]
 
 # A logical axis is a name, or (name, unit): only whole units of so many elements are split,
 # e.g. ("kv_heads", D) for an axis of G * D elements.
@@ -79,7 +89,12 @@ def mesh_of(weights: PyTree) -> Mesh | None:
 
 def place(model: Model, weights: PyTree, mesh: Mesh) -> PyTree:
     """Puts every weight where `RULES` wants it. Weights that are there already do not move."""
-    axes = dict(model.logical_axes)
+    return place_axes(model.logical_axes, weights, mesh)
+
+
+def place_axes(logical_axes: Any, weights: PyTree, mesh: Mesh) -> PyTree:
+    """As `place`, with `((path, axes), ...)` of the weights, of which there may be fewer."""
+    axes = dict(logical_axes)
 
     def put(path: Any, leaf: Any) -> Any:
         # The parts of a record that stands for a weight have the weight's axes.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax import checkpoints, drafters, sharding
-from specjax.loading.reading import How, Target, read_weights, tree_of
+from specjax.loading.reading import Target, from_target, read_weights, tree_of
 from specjax.models.block_decoder import block_network
 from specjax.models.eagle import eagle_network
 from specjax.models.medusa import medusa_heads
@@ -68,7 +68,7 @@ def _build(
         given = {name: value for name, value in options.items() if value is not None}
         mapped = {} if found.offsets is None else {"mapped": True}
         drafter, axes = make(found, {**found.options, **given, **mapped})
-        weights = _weights(found, axes, target.how)
+        weights = _weights(found, axes, target)
         if found.offsets is not None:
             size = target.loaded.model.vocab_size
             weights = weights, drafters.vocabulary_map(found.offsets, size)
@@ -77,10 +77,12 @@ def _build(
     return build
 
 
-def _weights(found: checkpoints.DraftCheckpoint, axes: Any, how: How) -> PyTree:
+def _weights(found: checkpoints.DraftCheckpoint, axes: Any, target: Target) -> PyTree:
     """Drafters are small: on a mesh every device holds all of one."""
-    weights = read_weights(found.weights, axes, {}, how._replace(mesh=None, bits=None))
-    return weights if how.mesh is None else sharding.onto(weights, how.mesh)
+    how = target.how._replace(mesh=None, bits=None)
+    stored = {**found.weights, **from_target(found, target)}
+    weights = read_weights(stored, axes, {}, how)
+    return weights if target.how.mesh is None else sharding.onto(weights, target.how.mesh)
 
 
 def _eagle(

@@ -13,12 +13,22 @@ from jax.sharding import Mesh, NamedSharding
 
 from specjax import checkpoints, drafters, sharding
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import decoder_model
+from specjax.models.decoder import decoder_model, embed_rows, head_rows
 from specjax.models.naming import parameters
 from specjax.models.quantized import BITS, quantize_weight
 from specjax.types import Model, PyTree
 
-__all__ = ["How", "Loaded", "Target", "bits_of", "read", "read_weights", "rounded", "tree_of"]
+__all__ = [
+    "How",
+    "Loaded",
+    "Target",
+    "bits_of",
+    "from_target",
+    "read",
+    "read_weights",
+    "rounded",
+    "tree_of",
+]
 
 
 class Loaded(NamedTuple):
@@ -99,6 +109,27 @@ def read_weights(
             node = node.setdefault(part, {})
         node[path[-1]] = leaf
     return weights
+
+
+def from_target(
+    found: checkpoints.DraftCheckpoint, target: Target
+) -> dict[str, Callable[[], np.ndarray]]:
+    """What a drafter's checkpoint does not store, because it is the target's.
+
+    Rows of the head or of the embedding, those of the draft's own tokens if it has a vocabulary of
+    its own.
+    """
+    config, weights = target.loaded.config, target.loaded.weights
+    if found.offsets is None:
+        ids = jnp.arange(config.vocab_size)
+    else:
+        ids = jnp.arange(found.offsets.size) + jnp.asarray(found.offsets)
+    rows = {"head": head_rows, "embed": embed_rows}
+
+    def read(part: str) -> Callable[[], np.ndarray]:
+        return lambda: np.asarray(rows[part](config, weights, ids).astype(target.how.dtype))
+
+    return {path: read(part) for path, part in found.from_target.items()}
 
 
 def rounded(path: tuple[Any, ...], leaf: Any, bits: int) -> Any:

@@ -35,7 +35,7 @@ def recorder(features: tuple[int, ...]) -> Drafter:
     """
 
     def init(params: Params, prefill: Prefill) -> Recording:
-        batch, read = prefill.tokens.shape
+        read = prefill.tokens.shape[1]
         slots = max(prefill.slots, read)
         widen = lambda x: jnp.pad(x, ((0, 0), (0, slots - read), (0, 0)))
         return Recording(

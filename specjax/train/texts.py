@@ -20,7 +20,15 @@ from specjax.train.prompts import KINDS, Kind, self_instruction
 from specjax.train.recording import decode_with_states
 from specjax.types import Params
 
-__all__ = ["Conversation", "Writing", "answers", "read_texts", "write_texts"]
+__all__ = [
+    "Conversation",
+    "Shard",
+    "Writing",
+    "answers",
+    "read_shards",
+    "read_texts",
+    "write_texts",
+]
 
 
 class Conversation(NamedTuple):
@@ -30,6 +38,16 @@ class Conversation(NamedTuple):
     prompt: int  # tokens of the prompt
     kind: str = ""
     states: tuple[np.ndarray, ...] = ()  # of the target: one [T - 1, E] bfloat16 a feature
+
+
+class Shard(NamedTuple):
+    """Conversations, one behind another."""
+
+    tokens: np.ndarray  # [N] int32
+    lengths: np.ndarray  # [C] int32: tokens of each conversation
+    prompts: np.ndarray  # [C] int32: tokens of its prompt
+    kind: str
+    states: tuple[np.ndarray, ...]  # [N, E] bfloat16 a feature; zeros at a text's last token
 
 
 class Writing(NamedTuple):
@@ -82,7 +100,7 @@ def answers(
 def write_texts(
     folder: str | os.PathLike[str],
     params: Params,
-    writing: Writing = Writing(),
+    writing: Writing,
     *,
     shards: Sequence[int],
 ) -> Iterator[tuple[int, int]]:
@@ -131,8 +149,8 @@ def write_texts(
             yield shard, int(held["lengths"].sum())
 
 
-def read_texts(folder: str | os.PathLike[str]) -> Iterator[Conversation]:
-    """The conversations of a folder, in the order of its shards. States are read when touched.
+def read_shards(folder: str | os.PathLike[str]) -> Iterator[Shard]:
+    """The shards of a folder in their order. States are read from disk when touched.
 
     Raises:
       ValueError: the folder has no texts.
@@ -142,15 +160,26 @@ def read_texts(folder: str | os.PathLike[str]) -> Iterator[Conversation]:
     if not paths:
         raise ValueError(f"{str(folder)!r} has no texts (text-*.npz)")
     for path in paths:
+        states = path.with_name(path.name.replace("text-", "states-")).with_suffix(".npy")
         with np.load(path) as held:
-            tokens = np.split(held["tokens"], np.cumsum(held["lengths"])[:-1])
-            kind, prompts = str(held["kind"]), held["prompts"].tolist()
-        states, at = _read_states(folder, int(path.stem.split("-")[1])), 0
-        for one, prompt in zip(tokens, prompts, strict=True):
-            # The last token of a text has none: the slot is there, so that both count alike.
-            own = tuple(x[at : at + len(one) - 1] for x in states)
-            yield Conversation(one, prompt, kind, own)
-            at += len(one)
+            yield Shard(
+                tokens=held["tokens"],
+                lengths=held["lengths"],
+                prompts=held["prompts"],
+                kind=str(held["kind"]),
+                states=tuple(np.load(states, mmap_mode="r").view(jnp.bfloat16))
+                if states.exists()
+                else (),
+            )
+
+
+def read_texts(folder: str | os.PathLike[str]) -> Iterator[Conversation]:
+    """The conversations of a folder, in the order of its shards."""
+    for shard in read_shards(folder):
+        ends = np.cumsum(shard.lengths)
+        for end, length, prompt in zip(ends, shard.lengths, shard.prompts, strict=True):
+            states = tuple(x[end - length : end - 1] for x in shard.states)
+            yield Conversation(shard.tokens[end - length : end], int(prompt), shard.kind, states)
 
 
 def _settings(writing: Writing) -> dict[str, Any]:
@@ -191,11 +220,6 @@ def _write_states(folder: Path, shard: int, found: Sequence[Conversation]) -> No
         at += len(conversation.tokens)
     held.flush()
     os.replace(part, path)
-
-
-def _read_states(folder: Path, shard: int) -> tuple[np.ndarray, ...]:
-    path = folder / f"states-{shard:05d}.npy"
-    return tuple(np.load(path, mmap_mode="r").view(jnp.bfloat16)) if path.exists() else ()
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -1,0 +1,138 @@
+"""What training needs to know of a kind of drafter, and the head that all of them are judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specjax.models.decoder import head_rows
+from specjax.train import losses
+from specjax.train.windows import Batch
+from specjax.types import Params, PyTree, record
+
+__all__ = [
+    "Choice",
+    "Frozen",
+    "LossFn",
+    "Metrics",
+    "Recipe",
+    "aligned",
+    "frozen",
+    "laws",
+    "same_text",
+]
+
+
+@record
+class Choice:
+    """The tokens that laws are compared on, a sample of the vocabulary that every step draws anew.
+
+    The tokens of the batch are always among them. Others stand for more than themselves: for
+    `exp(log_weight)` tokens each, so that the sum over all of them is estimated without bias.
+    """
+
+    ids: Array  # [C] int32, of the draft's vocabulary
+    log_weights: Array  # [C] float32
+
+
+@record
+class Frozen:
+    """What training reads and never changes."""
+
+    target: PyTree  # the target's weights
+    draft_ids: Array  # [DV] int32: the target's id of each token of the draft
+
+
+@record
+class Metrics:
+    """How well a batch was guessed, by step ahead. Sums, so that batches can be added."""
+
+    agreed: Array  # [K] float32: places where the likeliest guess was the target's likeliest token
+    accepted: Array  # [K] float32: sum of sum_x min(p, q)
+    places: Array  # [K] float32
+
+
+class LossFn(Protocol):
+    """The loss of a batch, a mean over its places, and how well they were guessed."""
+
+    def __call__(
+        self, weights: PyTree, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+    ) -> tuple[Array, Metrics]: ...
+
+
+class Recipe(NamedTuple):
+    """How one kind of drafter is trained. Made by a factory that checks its options."""
+
+    name: str
+    features: tuple[int, ...]  # the target's states that a batch must have
+    steps: int  # K: how many steps ahead are measured
+    init: Callable[[Array, Params], PyTree]  # (key, target) -> weights
+    loss: LossFn
+    logical_axes: Any
+    save: Callable[[Path, PyTree, np.ndarray], None]  # (folder, weights, draft ids)
+
+
+def frozen(params: Params, draft_ids: np.ndarray) -> Frozen:
+    """What training needs of a target."""
+    return Frozen(target=params.target, draft_ids=jnp.asarray(draft_ids, jnp.int32))
+
+
+def laws(
+    frozen: Frozen, config: Any, choice: Choice, hidden: Array, states: Array, rows: Array | None
+) -> tuple[Array, Array]:
+    """Logits of target and draft over the chosen tokens, `[..., C]` each.
+
+    Args:
+      frozen: the target.
+      config: of the target.
+      choice: the tokens.
+      hidden: `[..., E]`, the draft's, ready for its head.
+      states: `[..., E]`, the target's, after its final norm.
+      rows: `[DV, E]`, the draft's own head; None: it uses the target's.
+    """
+    theirs = head_rows(config, frozen.target, frozen.draft_ids[choice.ids])
+    own = theirs if rows is None else rows[choice.ids]
+    logits = states @ theirs.T
+    if config.logit_softcap is not None:
+        logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+    target = jax.lax.stop_gradient(logits + choice.log_weights)
+    product = jnp.einsum(
+        "...e,ce->...c", hidden, own.astype(hidden.dtype), preferred_element_type=jnp.float32
+    )
+    return target, product + choice.log_weights
+
+
+def aligned(x: Array, offset: int) -> Array:
+    """`y[:, t] = x[:, t + offset]` along axis 1; places without a source hold anything."""
+    return jnp.roll(x, -offset, axis=1)
+
+
+def same_text(batch: Batch, first: int, last: int) -> Array:
+    """Where `t + first` to `t + last` are tokens of one text within the window, `[B, T]` bool."""
+    length = batch.tokens.shape[1]
+    place = jnp.arange(length)
+    inside = (place + first >= 0) & (place + last < length)
+    return inside & (aligned(batch.texts, first) == aligned(batch.texts, last))
+
+
+def measured(target: Array, draft: Array, weights: Array) -> tuple[Array, Array, Array]:
+    """Sums over the places of one step ahead: agreed, accepted, places."""
+    same = jnp.argmax(target, axis=-1) == jnp.argmax(draft, axis=-1)
+    total = lambda x: jnp.sum(jnp.where(weights > 0, x, 0.0))
+    return (
+        total(same.astype(jnp.float32)),
+        total(losses.acceptance(target, draft)),
+        total(jnp.ones_like(weights)),
+    )
+
+
+def stacked(rows: list[tuple[Array, Array, Array]]) -> Metrics:
+    """The sums of each step ahead as one record."""
+    agreed, accepted, places = (jnp.stack(column) for column in zip(*rows, strict=True))
+    return jax.lax.stop_gradient(Metrics(agreed=agreed, accepted=accepted, places=places))

@@ -1,0 +1,178 @@
+"""DFlash and DSpark: blocks of masks behind random anchors.
+
+An anchor is a token of the text; a block stands on it and on masks in place of what follows, and
+sees the target's states of all that is before the anchor. Slot k of a block is judged by the law
+that the target has there, given the text: so all slots learn in one pass.
+
+    anchor at t          context  states of ..., t - 1
+    slot k, DFlash       guesses the token at t + k       (k from 1)
+    slot k, DSpark       guesses the token at t + k + 1
+
+DSpark adds to the cross-entropy a total variation, which is what rejection costs, and teaches its
+confidence to be the chance of acceptance, sum_x min(p, q).
+
+Reference: DFlash, 2026 (arXiv:2602.06036); DSpark (DeepSeek-AI 2026, DeepSpec).
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specjax.checkpoints import save_draft
+from specjax.models.block_decoder import BlockConfig, block_network, random_block
+from specjax.train import losses
+from specjax.train.recipe import Choice, Frozen, Metrics, Recipe, laws, measured, stacked
+from specjax.train.windows import Batch
+from specjax.types import BlockNetwork, Cache, Params
+
+__all__ = ["block_recipe"]
+
+
+def block_recipe(
+    params: Params,
+    config: BlockConfig,
+    *,
+    anchors: int = 48,
+    gamma: float = 4.0,
+    cross_entropy: float = 1.0,
+    total_variation: float = 0.0,
+    confidence: float = 0.0,
+    prompt_weight: float = 0.1,
+) -> Recipe:
+    """Trains a block network.
+
+    Args:
+      params: the target.
+      config: the network; with `own_head` its output matrix is trained, else it is the target's
+        rows of the draft's tokens.
+      anchors: blocks a window.
+      gamma: slot k counts exp(-k / gamma), so that early slots, which all later ones depend on,
+        count most.
+      cross_entropy: weight of -sum p log q.
+      total_variation: weight of sum |p - q| / 2.
+      confidence: weight of the confidence's cross-entropy.
+      prompt_weight: of tokens that are not answers.
+
+    Raises:
+      ValueError: a weight for a confidence head that is not there.
+    """
+    if confidence and not config.confidence:
+        raise ValueError(f"confidence={confidence} needs a network with a confidence head")
+    network = block_network(config)
+    decoder, last = params.model.config, params.model.config.num_layers
+    features = tuple(dict.fromkeys((*config.features, last)))
+    first = 0 if config.from_anchor else 1
+    slots = config.block_size - first
+    ahead = 1 if config.from_anchor else 0  # slot k guesses the token at t + k + ahead
+
+    def loss(
+        weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+    ) -> tuple[Array, Metrics]:
+        count, length = batch.tokens.shape
+        at = _anchors(key, batch, anchors, config.block_size)  # [B, A]
+        fused = network.fuse(weights, tuple(batch.state(i) for i in config.features))
+        context = network.project(weights, fused, network.init_cache(weights, count, 0))
+        each = lambda x: jnp.repeat(x, anchors, axis=0)  # rows of windows to rows of blocks
+        cache = Cache(
+            keys=tuple(each(x) for x in context.keys),
+            values=tuple(each(x) for x in context.values),
+            lengths=at.reshape(-1),
+        )
+        root = jnp.take_along_axis(batch.tokens, at, axis=1).reshape(-1, 1)
+        block = jnp.pad(
+            root, ((0, 0), (0, config.block_size - 1)), constant_values=config.mask_token_id
+        )
+        embed = functools.partial(params.model.embed, frozen.target)
+        hidden = network.forward(weights, network.embed(weights, embed, block), cache)
+
+        # Places of what each slot guesses, and of the token before it: [B A, slots].
+        goal = at.reshape(-1, 1) + first + ahead + jnp.arange(slots)[None, :]
+        inside = goal < length
+        place = jnp.minimum(goal, length - 1)
+        take = lambda x, where: jnp.take_along_axis(each(x), where, axis=1)
+        states = each(batch.state(last))
+        states = jnp.take_along_axis(states, place[..., None] - 1, axis=1)
+        same = take(batch.texts, place) == take(batch.texts, at.reshape(-1, 1))
+        known = take(batch.known, place - 1)
+        before = take(batch.tokens, place - 1)
+        rows = weights["head"]["weight"] if config.own_head else None
+        target, draft = laws(frozen, decoder, choice, hidden[:, first:], states, rows)
+        if network.correct is not None:
+            draft = draft + _corrections(network, weights, hidden, before, first)[..., choice.ids]
+
+        answer = take(batch.answer, place)
+        here = jnp.where(inside & same & known, jnp.where(answer, 1.0, prompt_weight), 0.0)
+        worth = here * jnp.exp(-jnp.arange(slots) / gamma)
+        value = cross_entropy * losses.soft_cross_entropy(target, draft)
+        if total_variation:
+            value = value + total_variation * losses.total_variation(target, draft)
+        if confidence:
+            chance = jax.lax.stop_gradient(losses.acceptance(target, draft))
+            logit = jnp.stack(
+                [
+                    network.confidence(weights, hidden[:, first + k], before[:, k])
+                    for k in range(slots)
+                ],
+                axis=1,
+            )
+            value = value + confidence * losses.binary_cross_entropy(logit, chance)
+        sums = [
+            measured(target[:, k], draft[:, k], here[:, k] * answer[:, k]) for k in range(slots)
+        ]
+        return losses.weighted_mean(value, worth), stacked(sums)
+
+    def save(folder: Path, weights: Any, draft_ids: np.ndarray) -> None:
+        rows = {} if config.own_head else {"head.weight": "head"}
+        save_draft(
+            folder,
+            "dspark" if config.markov_rank or config.confidence else "dflash",
+            config,
+            weights,
+            decoder,
+            draft_ids=draft_ids,
+            from_target=rows,
+        )
+
+    return Recipe(
+        name="dspark" if config.markov_rank or config.confidence else "dflash",
+        features=features,
+        steps=slots,
+        init=lambda key, params: random_block(config, key),
+        loss=loss,
+        logical_axes=network.logical_axes,
+        save=save,
+    )
+
+
+def _anchors(key: Array, batch: Batch, count: int, block: int) -> Array:
+    """Places with a context, `[B, A]`: answers first, others if there are not enough."""
+    length = batch.tokens.shape[1]
+    place = jnp.arange(length)
+    usable = (place > 0) & (place < length - 1)
+    # A block on the last token before an answer is how every answer begins.
+    good = batch.answer | jnp.roll(batch.answer, -1, axis=1)
+    noise = jax.random.uniform(key, batch.tokens.shape)
+    _, at = jax.lax.top_k(jnp.where(usable, noise + good, -1.0), count)
+    return at
+
+
+def _corrections(
+    network: BlockNetwork, weights: Any, hidden: Array, before: Array, first: int
+) -> Array:
+    """What the text's own token before each slot adds to its logits, `[N, slots, DV]`."""
+    state = jnp.zeros((hidden.shape[0], network.markov_rank), jnp.float32)
+    found = []
+    if first:
+        # The first slot is not drafted, but the state passes through it.
+        _, state = network.correct(weights, state, before[:, 0], hidden[:, 0])
+    for k in range(before.shape[1]):
+        bias, state = network.correct(weights, state, before[:, k], hidden[:, first + k])
+        found.append(bias)
+    return jnp.stack(found, axis=1)

@@ -1,0 +1,130 @@
+"""A small model with the target's own embedding and head, distilled on the target's texts.
+
+Reference: Zhou et al. 2023 (arXiv:2310.08461), DistillSpec; Goel et al. 2024 (arXiv:2403.00858) for
+TVD++.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specjax.checkpoints import save_draft
+from specjax.models.config import DecoderConfig
+from specjax.models.decoder import decoder_model, random_weights
+from specjax.train import losses
+from specjax.train.recipe import (
+    Choice,
+    Frozen,
+    Metrics,
+    Recipe,
+    aligned,
+    laws,
+    measured,
+    same_text,
+    stacked,
+)
+from specjax.train.windows import Batch
+from specjax.types import Params
+
+__all__ = ["DIVERGENCES", "distilled_recipe"]
+
+# (target's logits, draft's logits, weights of the places) -> a value a place
+DIVERGENCES: Mapping[str, Callable[[Array, Array, Array], Array]] = {
+    "kl": lambda target, draft, weights: losses.soft_cross_entropy(target, draft),
+    "reverse_kl": lambda target, draft, weights: losses.reverse_kl(target, draft),
+    "total_variation": lambda target, draft, weights: losses.total_variation(target, draft),
+    "tvd++": losses.tvd_plus_plus,
+}
+_SHARED = {"embed.weight": "embed"}
+
+
+def distilled_recipe(
+    params: Params,
+    config: DecoderConfig,
+    *,
+    divergence: str = "kl",
+    layers: tuple[int, ...] | None = None,
+    prompt_weight: float = 0.1,
+) -> Recipe:
+    """Trains a draft model.
+
+    Args:
+      params: the target.
+      config: the draft. Its embedding and head are the target's, which are not trained.
+      divergence: one of `DIVERGENCES`; "kl" is KL(p || q) up to the entropy of p.
+      layers: which of the target's layers it starts from; None: from noise.
+      prompt_weight: of tokens that are not answers.
+
+    Raises:
+      ValueError: an unknown divergence, a draft of another width or vocabulary than the target, or
+        layers that the target does not have.
+    """
+    decoder = params.model.config
+    if divergence not in DIVERGENCES:
+        raise ValueError(f"divergence {divergence!r} is not known; known: {', '.join(DIVERGENCES)}")
+    for name in ("hidden_size", "vocab_size", "tie_embeddings"):
+        if getattr(config, name) != getattr(decoder, name):
+            raise ValueError(
+                f"the draft's {name} is {getattr(config, name)}, the target's "
+                f"{getattr(decoder, name)}: the draft uses the target's embedding and head"
+            )
+    if layers is not None and (
+        len(layers) != config.num_layers or not all(0 <= i < decoder.num_layers for i in layers)
+    ):
+        raise ValueError(
+            f"layers must be {config.num_layers} of 0..{decoder.num_layers - 1}, got {layers}"
+        )
+    model = decoder_model(config)
+    last = decoder.num_layers
+
+    def loss(
+        weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+    ) -> tuple[Array, Metrics]:
+        count, length = batch.tokens.shape
+        whole = {**weights, "embed": frozen.target["embed"]}
+        positions = jnp.broadcast_to(jnp.arange(length), (count, length))
+        causal = jnp.tril(jnp.ones((1, length, length), bool))
+        cache = model.init_cache(whole, count, 0)
+        out = model.forward(whole, batch.tokens, positions, cache, causal)
+        target, draft = laws(frozen, decoder, choice, out.hidden, batch.state(last), None)
+        answer = aligned(batch.answer, 1)
+        known = same_text(batch, 0, 1) & batch.known
+        here = jnp.where(known, jnp.where(answer, 1.0, prompt_weight), 0.0)
+        value = DIVERGENCES[divergence](target, draft, here)
+        return losses.weighted_mean(value, here), stacked([measured(target, draft, here * answer)])
+
+    def init(key: Array, params: Params) -> Any:
+        weights = random_weights(config, key)
+        del weights["embed"]
+        if layers is not None:
+            weights["layers"] = {i: params.target["layers"][j] for i, j in enumerate(layers)}
+            weights["norm"] = params.target["norm"]
+        return weights
+
+    def save(folder: Path, weights: Any, draft_ids: np.ndarray) -> None:
+        save_draft(
+            folder,
+            "draft_model",
+            dataclasses.replace(config, max_position=decoder.max_position),
+            weights,
+            decoder,
+            from_target=_SHARED,
+        )
+
+    axes = tuple((path, names) for path, names in model.logical_axes if path[0] != "embed")
+    return Recipe(
+        name="draft_model",
+        features=(last,),
+        steps=1,
+        init=init,
+        loss=loss,
+        logical_axes=axes,
+        save=save,
+    )

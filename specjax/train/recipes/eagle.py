@@ -1,0 +1,146 @@
+"""EAGLE-1 and EAGLE-3: several steps ahead on the head's own outputs.
+
+A pair at place s holds a state and the token at s + 1, and guesses the token at s + 2. In the first
+step the state is the target's. In step j it is what the head made of the pair before, so the head
+learns from the very inputs that it will have when it drafts. A query of step j sees
+
+    the target's pairs  ..., s - j     and its own  s - j + 1, ..., s   of steps 1 .. j
+
+Reference: Li et al. 2025 (arXiv:2503.01840), EAGLE-3, training-time test; Li et al. 2024
+(arXiv:2401.15077), EAGLE-1, whose loss adds a regression of states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specjax.checkpoints import save_draft
+from specjax.models.attention import joined
+from specjax.models.eagle import EagleConfig, eagle_network, random_eagle
+from specjax.train import losses
+from specjax.train.recipe import (
+    Choice,
+    Frozen,
+    Metrics,
+    Recipe,
+    aligned,
+    laws,
+    measured,
+    same_text,
+    stacked,
+)
+from specjax.train.windows import Batch
+from specjax.types import Block, Params
+
+__all__ = ["eagle_recipe"]
+
+
+def unrolled_mask(length: int, step: int) -> Array:
+    """Which pairs a query of step j sees: `[1, T, (j + 1) T]`, the target's pairs first.
+
+    T = 3, j = 1:   target's pairs   own
+            s = 0   . . .            x . .
+            s = 1   x . .            . x .
+            s = 2   x x .            . . x
+    """
+    place = jnp.arange(length)
+    back = place[:, None] - place[None, :]  # how far behind the query a pair lies
+    parts = [back >= step] + [back == step - i for i in range(1, step + 1)]
+    return jnp.concatenate(parts, axis=1)[None]
+
+
+def eagle_recipe(
+    params: Params,
+    config: EagleConfig,
+    *,
+    steps: int = 4,
+    decay: float = 0.8,
+    own_head: bool = False,
+    prompt_weight: float = 0.1,
+    regression: float = 0.0,
+    name: str = "eagle3",
+) -> Recipe:
+    """Trains an EAGLE head.
+
+    Args:
+      params: the target.
+      config: the head.
+      steps: how many steps ahead are unrolled; 1 is EAGLE-1's training.
+      decay: a guess k steps ahead counts decay^k.
+      own_head: the output matrix is trained; else it is the target's rows of the draft's tokens.
+      prompt_weight: of tokens that are not answers.
+      regression: weight of the smooth L1 between the head's output and the target's state.
+      name: the method.
+    """
+    # A head that is not trained is no part of the weights.
+    trained = config if own_head else dataclasses.replace(config, draft_vocab=None)
+    network = eagle_network(trained)
+    decoder, last = params.model.config, params.model.config.num_layers
+    features = tuple(dict.fromkeys((*config.features, last)))
+    embed_target = params.model.embed
+
+    def loss(
+        weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+    ) -> tuple[Array, Metrics]:
+        count, length = batch.tokens.shape
+        rows = weights["head"]["weight"] if own_head else None
+        embed = functools.partial(embed_target, frozen.target)
+        embedded = network.embed(weights, embed, aligned(batch.tokens, 1))
+        state = network.fuse(weights, tuple(batch.state(i) for i in config.features))
+        positions = jnp.broadcast_to(jnp.arange(length), (count, length))
+        cache = network.init_cache(weights, count, 0)
+        goal = aligned(batch.state(last), 1)
+        worth = jnp.where(aligned(batch.answer, 2), 1.0, prompt_weight)
+        law_known = aligned(batch.known, 1)
+        earlier: Block | None = None
+        values, sums = [], []
+        for step in range(steps):
+            out = network.forward(
+                weights, embedded, state, positions, cache, unrolled_mask(length, step), earlier
+            )
+            target, draft = laws(frozen, decoder, choice, out.hidden, goal, rows)
+            here = jnp.where(same_text(batch, -step, 2) & law_known, worth, 0.0)
+            value = losses.soft_cross_entropy(target, draft)
+            if regression:
+                value = value + regression * losses.smooth_l1(goal, out.features[0])
+            values.append(losses.weighted_mean(value, here))
+            sums.append(measured(target, draft, here * aligned(batch.answer, 2)))
+            state = aligned(out.features[0], -1)
+            earlier = out.block if earlier is None else _behind(earlier, out.block)
+        scale = sum(decay**k for k in range(steps))
+        return losses.decayed(jnp.stack(values), decay) / scale, stacked(sums)
+
+    def save(folder: Path, weights: Any, draft_ids: np.ndarray) -> None:
+        save_draft(
+            folder,
+            name,
+            config,
+            weights,
+            decoder,
+            draft_ids=draft_ids if config.draft_vocab is not None else None,
+            from_target={"head.weight": "head"}
+            if config.draft_vocab is not None and not own_head
+            else {},
+        )
+
+    return Recipe(
+        name=name,
+        features=features,
+        steps=steps,
+        init=lambda key, params: random_eagle(trained, key),
+        loss=loss,
+        logical_axes=network.logical_axes,
+        save=save,
+    )
+
+
+def _behind(earlier: Block, block: Block) -> Block:
+    join = lambda old, new: tuple(joined(a, b) for a, b in zip(old, new, strict=True))
+    return Block(keys=join(earlier.keys, block.keys), values=join(earlier.values, block.values))

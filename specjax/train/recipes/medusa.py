@@ -1,0 +1,107 @@
+"""Medusa: heads over the target's last state, each for a token further ahead.
+
+From the state at t, head i guesses the token at t + 2 + i, whose law is that of the state at
+t + 1 + i.
+
+Reference: Cai et al. 2024 (arXiv:2401.10774), section 2.2.1: the loss of head i counts 0.8^i.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specjax.checkpoints import save_draft
+from specjax.models.medusa import MedusaConfig, medusa_heads, random_weights
+from specjax.train import losses
+from specjax.train.recipe import (
+    Choice,
+    Frozen,
+    Metrics,
+    Recipe,
+    aligned,
+    laws,
+    measured,
+    same_text,
+    stacked,
+)
+from specjax.train.windows import Batch
+from specjax.types import Params
+
+__all__ = ["medusa_recipe"]
+
+
+def medusa_recipe(
+    params: Params,
+    config: MedusaConfig,
+    *,
+    decay: float = 0.8,
+    soft: bool = True,
+    prompt_weight: float = 0.1,
+) -> Recipe:
+    """Trains Medusa heads, which use the target's output matrix.
+
+    Args:
+      params: the target.
+      config: the heads, without outputs of their own.
+      decay: head i counts decay^i.
+      soft: the target's law is learned; else its text.
+      prompt_weight: of tokens that are not answers.
+
+    Raises:
+      ValueError: the heads have outputs of their own.
+    """
+    if config.own_output:
+        raise ValueError("own_output must be False: heads are trained with the target's output")
+    heads = medusa_heads(config)
+    decoder, last = params.model.config, params.model.config.num_layers
+
+    def loss(
+        weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+    ) -> tuple[Array, Metrics]:
+        states = batch.state(last)
+        ready = heads.logits(weights, lambda z: z, states)  # [B, T, heads, E]
+        values, sums = [], []
+        for i in range(config.num_heads):
+            goal = aligned(states, 1 + i)
+            target, draft = laws(frozen, decoder, choice, ready[:, :, i], goal, None)
+            known = same_text(batch, 0, 2 + i) & aligned(batch.known, 1 + i)
+            answer = aligned(batch.answer, 2 + i)
+            here = jnp.where(known, jnp.where(answer, 1.0, prompt_weight), 0.0)
+            if soft:
+                value = losses.soft_cross_entropy(target, draft)
+            else:
+                value, there = losses.chosen_cross_entropy(
+                    draft, frozen.draft_ids[choice.ids], aligned(batch.tokens, 2 + i)
+                )
+                here = here * there
+            values.append(losses.weighted_mean(value, here))
+            sums.append(measured(target, draft, here * answer))
+        scale = sum(decay**i for i in range(config.num_heads))
+        return losses.decayed(jnp.stack(values), decay) / scale, stacked(sums)
+
+    def init(key: Array, params: Params) -> Any:
+        # Nothing is added to the state at first, so that each head starts as the target's own.
+        weights = random_weights(config, key)
+        for head in weights["heads"].values():
+            for block in head["blocks"].values():
+                block["weight"] = jnp.zeros_like(block["weight"])
+                block["bias"] = jnp.zeros_like(block["bias"])
+        return weights
+
+    def save(folder: Path, weights: Any, draft_ids: np.ndarray) -> None:
+        save_draft(folder, "medusa", config, weights, decoder)
+
+    return Recipe(
+        name="medusa",
+        features=(last,),
+        steps=config.num_heads,
+        init=init,
+        loss=loss,
+        logical_axes=heads.logical_axes,
+        save=save,
+    )
