@@ -31,7 +31,7 @@ from specjax.models.naming import Layout, Source, source_of
 from specjax.models.rope import rotation
 from specjax.types import Block, Cache, FeatureNetwork, Forward
 
-__all__ = ["FORMATS", "MtpConfig", "abstract_mtp", "mtp_network", "random_mtp"]
+__all__ = ["FORMATS", "MtpConfig", "abstract_mtp", "mtp_axes", "mtp_network", "random_mtp"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +86,14 @@ def _functional(config: MtpConfig) -> Functional:
 def abstract_mtp(config: MtpConfig) -> dict[str, Any]:
     """The weights' tree with a `jax.ShapeDtypeStruct` for each leaf (float32)."""
     return {"modules": dict.fromkeys(range(config.modules), _functional(config).abstract)}
+
+
+def mtp_axes(config: MtpConfig) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
+    """(path, logical axes) of every weight of the whole tree."""
+    axes = _functional(config).axes
+    return tuple(
+        (("modules", i, *path), names) for i in range(config.modules) for path, names in axes
+    )
 
 
 def random_mtp(config: MtpConfig, key: Array, dtype: Any = jnp.float32) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from specjax.cli import options, process
-from specjax.cli.arguments import acceptance_argument, schema_argument
+from specjax.cli.arguments import acceptance_argument, json_object, schema_argument
 from specjax.cli.drafter_options import drafter_argument
 
 __all__ = ["DEMO_PROMPT", "app", "main"]
@@ -197,3 +197,81 @@ def convert(
         files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
         size = sum(file.stat().st_size for file in files)
         typer.echo(f"{path}: {size / 1e6:.1f} MB")
+
+
+@app.command()
+def train(
+    target: options.Target,
+    drafter: options.TrainedDrafter,
+    out: options.Out,
+    data: options.Data = None,
+    texts: options.Texts = None,
+    tokens: options.Tokens = 1_000_000,
+    epochs: options.Epochs = 2.0,
+    draft_vocab: options.DraftVocab = 16384,
+    mesh: options.Mesh = None,
+    dtype: options.DtypeOption = None,
+    prompts: options.Prompts = None,
+    recipe: options.RecipeOptions = None,
+    training: options.TrainingOptions = None,
+) -> None:
+    """Train a drafter on what the model itself writes.
+
+    Without --data the model makes its own prompts. Ctrl-C stops after the
+    step in progress; the same command goes on from there.
+    """
+    chosen = json_object("--recipe", recipe) if recipe else {}
+    settings = json_object("--training", training) if training else {}
+    from specjax.cli import training as running
+    from specjax.train.running import Job
+
+    with process.errors_in_one_line():
+        running.run_train(
+            Job(
+                target=target,
+                drafter=drafter,
+                out=out,
+                data=data,
+                texts=texts,
+                tokens=tokens,
+                epochs=epochs,
+                draft_vocab=draft_vocab or None,
+                options=chosen,
+                training=settings,
+                dtype=None if dtype is None else dtype.value,
+                mesh=running.mesh_argument(mesh),
+            ),
+            prompts,
+        )
+
+
+@app.command("eval")
+def evaluate(
+    data: options.EvalData,
+    target: options.Target = "smollm2-135m",
+    drafter: options.Drafter = None,
+    tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    rows: options.Rows = 8,
+    limit: options.Limit = None,
+    dtype: options.DtypeOption = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure how many tokens a round a drafter is worth, by category of prompts."""
+    chosen = drafter_argument(drafter, plain=False, num_speculative_tokens=None, draft_layers=None)
+    from specjax.cli import training as running
+
+    with process.errors_in_one_line():
+        running.run_eval(
+            running.Evaluation(
+                target=target,
+                drafter=chosen,
+                data=data,
+                tokens=tokens,
+                temperature=temperature,
+                rows=rows,
+                limit=limit,
+                dtype=None if dtype is None else dtype.value,
+            ),
+            as_json,
+        )

@@ -3,41 +3,58 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 __all__ = [
     "Acceptance",
+    "AsJson",
     "Compare",
+    "Data",
     "Destination",
     "DraftLayers",
+    "DraftVocab",
     "Drafter",
     "Dtype",
     "DtypeOption",
+    "Epochs",
+    "EvalData",
     "Format",
     "FrequencyPenalty",
     "IgnoreEos",
     "JsonSchema",
+    "Limit",
     "MaxNewTokens",
+    "Mesh",
     "MinNewTokens",
     "MinP",
     "Model",
     "NumSpeculativeTokens",
+    "Out",
     "Plain",
     "PresencePenalty",
     "Prompt",
+    "Prompts",
     "Raw",
+    "RecipeOptions",
     "Regex",
     "RepetitionPenalty",
+    "Rows",
     "Seed",
     "Source",
     "Stop",
     "StoredDtype",
+    "Target",
     "Temperature",
+    "Texts",
     "To",
+    "Tokens",
     "TopK",
     "TopP",
+    "TrainedDrafter",
+    "TrainingOptions",
 ]
 
 
@@ -320,4 +337,128 @@ StoredDtype = Annotated[
         help="float32, bfloat16 or float16; with --to gguf also q8_0.",
         show_default="as stored; of GGUF float32",
     ),
+]
+
+# --- training and measuring ------------------------------------------------------------------
+
+_TRAINING = "Training"
+Target = Annotated[
+    str,
+    typer.Option(
+        metavar="MODEL",
+        help="The model to draft for: a name that `specjax models` lists, or a path.",
+        rich_help_panel=_MODEL,
+    ),
+]
+TrainedDrafter = Annotated[
+    str,
+    typer.Option(
+        "--drafter",
+        metavar="METHOD",
+        help="eagle, eagle3, mtp, medusa, dflash, dspark or draft_model.",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Out = Annotated[
+    Path,
+    typer.Option(
+        metavar="DIR",
+        help="Where texts, checkpoints and the drafter go.",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Prompts, .jsonl or .txt; conversations too.",
+        show_default="the model makes its own",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Texts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="A folder of texts to share between drafters.",
+        show_default="DIR/texts",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Tokens = Annotated[
+    int,
+    typer.Option(metavar="N", min=1, help="Of texts.", rich_help_panel=_TRAINING),
+]
+Epochs = Annotated[
+    float,
+    typer.Option(
+        metavar="X", min=0.0, help="How often each text is seen.", rich_help_panel=_TRAINING
+    ),
+]
+DraftVocab = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="Tokens that eagle3, dflash and dspark draft; 0: all of the model's.",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHAPE",
+        help="Devices to share the work, e.g. data=8 or data=4,model=2.",
+        show_default="one",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Prompts to measure the drafter on when it is done, as for `specjax eval`.",
+        show_default="none",
+        rich_help_panel=_TRAINING,
+    ),
+]
+RecipeOptions = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        metavar="JSON",
+        help="Options of the recipe, e.g. '{\"steps\": 5}'.",
+        rich_help_panel=_TRAINING,
+    ),
+]
+TrainingOptions = Annotated[
+    str | None,
+    typer.Option(
+        "--training",
+        metavar="JSON",
+        help='Settings of the loop, e.g. \'{"rows": 16, "learning_rate": 0.001}\'.',
+        rich_help_panel=_TRAINING,
+    ),
+]
+EvalData = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="Prompts: .jsonl with turns, prompt or text."),
+]
+Rows = Annotated[
+    int,
+    typer.Option(metavar="N", min=1, help="Prompts decoded at a time.", rich_help_panel=_TRAINING),
+]
+Limit = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Most prompts of a category.",
+        show_default="all",
+        rich_help_panel=_TRAINING,
+    ),
+]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Figures as JSON on standard output.", rich_help_panel=_TRAINING),
 ]

@@ -17,7 +17,6 @@ from jax import Array
 __all__ = [
     "acceptance",
     "binary_cross_entropy",
-    "chosen_cross_entropy",
     "cross_entropy",
     "decayed",
     "kl",
@@ -34,22 +33,6 @@ def cross_entropy(draft: Array, ids: Array) -> Array:
     """-log q(x) of the tokens `ids [...]`."""
     log_q = _log_softmax(draft)
     return -jnp.take_along_axis(log_q, ids[..., None], axis=-1)[..., 0]
-
-
-def chosen_cross_entropy(draft: Array, candidates: Array, ids: Array) -> tuple[Array, Array]:
-    """-log q(x) where q is known on some tokens only.
-
-    Args:
-      draft: `[..., C]` logits.
-      candidates: `[C]` int32, the token of each.
-      ids: `[...]` int32, x.
-
-    Returns:
-      The values, 0 where x is not among the candidates; and whether it is, float32.
-    """
-    hit = candidates == ids[..., None]
-    value = -jnp.sum(jnp.where(hit, _log_softmax(draft), 0.0), axis=-1)
-    return value, jnp.any(hit, axis=-1).astype(jnp.float32)
 
 
 def soft_cross_entropy(target: Array, draft: Array) -> Array:

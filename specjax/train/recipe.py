@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,13 +19,18 @@ from specjax.types import Params, PyTree, record
 __all__ = [
     "Choice",
     "Frozen",
+    "Guess",
+    "GuessesFn",
     "LossFn",
     "Metrics",
     "Recipe",
     "aligned",
+    "by_step",
     "frozen",
     "laws",
+    "measured",
     "same_text",
+    "worth",
 ]
 
 
@@ -58,6 +63,24 @@ class Metrics:
     places: Array  # [K] float32
 
 
+class Guess(NamedTuple):
+    """What was guessed at one step ahead, at all places."""
+
+    target: Array  # [..., C] logits of the target's law
+    draft: Array  # [..., C] logits of the draft's
+    weights: Array  # [...]: how much a place counts; 0: the law or the text is not known
+    answer: Array  # [...] bool: the guessed token is part of an answer
+    extra: Any = None  # what a recipe's loss needs beside
+
+
+class GuessesFn(Protocol):
+    """The guesses of a batch, for each step ahead: the head of every loss."""
+
+    def __call__(
+        self, weights: PyTree, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+    ) -> list[Guess]: ...
+
+
 class LossFn(Protocol):
     """The loss of a batch, a mean over its places, and how well they were guessed."""
 
@@ -71,8 +94,9 @@ class Recipe(NamedTuple):
 
     name: str
     features: tuple[int, ...]  # the target's states that a batch must have
-    steps: int  # K: how many steps ahead are measured
+    steps: int  # K: how many steps ahead are guessed
     init: Callable[[Array, Params], PyTree]  # (key, target) -> weights
+    guesses: GuessesFn
     loss: LossFn
     logical_axes: Any
     save: Callable[[Path, PyTree, np.ndarray], None]  # (folder, weights, draft ids)
@@ -101,11 +125,12 @@ def laws(
     logits = states @ theirs.T
     if config.logit_softcap is not None:
         logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
-    target = jax.lax.stop_gradient(logits + choice.log_weights)
+    weights = jnp.broadcast_to(choice.log_weights, logits.shape)
+    target = jax.lax.stop_gradient(logits + weights)
     product = jnp.einsum(
         "...e,ce->...c", hidden, own.astype(hidden.dtype), preferred_element_type=jnp.float32
     )
-    return target, product + choice.log_weights
+    return target, product + weights
 
 
 def aligned(x: Array, offset: int) -> Array:
@@ -116,23 +141,35 @@ def aligned(x: Array, offset: int) -> Array:
 def same_text(batch: Batch, first: int, last: int) -> Array:
     """Where `t + first` to `t + last` are tokens of one text within the window, `[B, T]` bool."""
     length = batch.tokens.shape[1]
-    place = jnp.arange(length)
+    place = jnp.arange(length)[None, :]
     inside = (place + first >= 0) & (place + last < length)
     return inside & (aligned(batch.texts, first) == aligned(batch.texts, last))
 
 
-def measured(target: Array, draft: Array, weights: Array) -> tuple[Array, Array, Array]:
-    """Sums over the places of one step ahead: agreed, accepted, places."""
-    same = jnp.argmax(target, axis=-1) == jnp.argmax(draft, axis=-1)
-    total = lambda x: jnp.sum(jnp.where(weights > 0, x, 0.0))
-    return (
-        total(same.astype(jnp.float32)),
-        total(losses.acceptance(target, draft)),
-        total(jnp.ones_like(weights)),
-    )
-
-
-def stacked(rows: list[tuple[Array, Array, Array]]) -> Metrics:
-    """The sums of each step ahead as one record."""
+def measured(guesses: Sequence[Guess]) -> Metrics:
+    """How well answers were guessed, by step ahead."""
+    rows = [_measured(jax.lax.stop_gradient(guess)) for guess in guesses]
     agreed, accepted, places = (jnp.stack(column) for column in zip(*rows, strict=True))
-    return jax.lax.stop_gradient(Metrics(agreed=agreed, accepted=accepted, places=places))
+    return Metrics(agreed=agreed, accepted=accepted, places=places)
+
+
+def _measured(guess: Guess) -> tuple[Array, Array, Array]:
+    same = jnp.argmax(guess.target, axis=-1) == jnp.argmax(guess.draft, axis=-1)
+    counts = (guess.weights > 0) & guess.answer
+    total = lambda x: jnp.sum(jnp.where(counts, x, 0.0))
+    accepted = losses.acceptance(guess.target, guess.draft)
+    return total(same.astype(jnp.float32)), total(accepted), total(jnp.ones_like(accepted))
+
+
+def by_step(
+    guesses: Sequence[Guess], value: Callable[[Guess], Array], decay: float
+) -> tuple[Array, Metrics]:
+    """The usual loss: a mean over places for each step ahead, and step k counts decay^k."""
+    values = [losses.weighted_mean(value(guess), guess.weights) for guess in guesses]
+    scale = sum(decay**k for k in range(len(guesses)))
+    return losses.decayed(jnp.stack(values), decay) / scale, measured(guesses)
+
+
+def worth(known: Array, answer: Array, prompt_weight: float) -> Array:
+    """How much a place counts: answers 1, prompts less, what is not known nothing."""
+    return jnp.where(known, jnp.where(answer, 1.0, prompt_weight), 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ class Writing(NamedTuple):
     answer_tokens: int = 112  # most tokens of an answer
     temperatures: tuple[float, ...] = (0.0, 1.0, 0.0)  # of the answers, taken in turn
     kinds: tuple[Kind, ...] = KINDS  # taken in turn
+    data: str = ""  # a name for prompts of the user's own, which `write_texts` is given
 
 
 def answers(
@@ -102,7 +103,8 @@ def write_texts(
     params: Params,
     writing: Writing,
     *,
-    shards: Sequence[int],
+    shards: Iterable[int],
+    prompts: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Writes the shards that are not there yet.
 
@@ -111,6 +113,7 @@ def write_texts(
       params: from `specjax.load`.
       writing: the settings.
       shards: numbers of the shards.
+      prompts: of the user's own, a batch of them to a shard; None: the target's.
 
     Yields:
       Number and tokens of each shard, once it is on disk.
@@ -134,7 +137,7 @@ def write_texts(
     for shard in shards:
         path = folder / f"text-{shard:05d}.npz"
         if not path.exists():
-            found = _conversations(params, writing, shard)
+            found = _conversations(params, writing, shard, prompts)
             _write_states(folder, shard, found)
             with open(path.with_suffix(".part"), "wb") as file:
                 np.savez(
@@ -186,20 +189,29 @@ def _settings(writing: Writing) -> dict[str, Any]:
     return writing._replace(kinds=tuple(kind._asdict() for kind in writing.kinds))._asdict()
 
 
-def _conversations(params: Params, writing: Writing, shard: int) -> list[Conversation]:
-    kind = writing.kinds[shard % len(writing.kinds)]
-    turn = shard // len(writing.kinds)
+def _conversations(
+    params: Params, writing: Writing, shard: int, prompts: Sequence[Sequence[int]] | None
+) -> list[Conversation]:
     seed = int(np.random.default_rng([writing.seed, shard]).integers(2**31))
+    if prompts is None:
+        kind = writing.kinds[shard % len(writing.kinds)]
+        turn, name = shard // len(writing.kinds), kind.name
+        batch = self_instruction(
+            params, kind, writing.rows, seed=seed, temperature=writing.prompt_temperature
+        )
+    else:
+        turn, name = shard, writing.data
+        # Round and round: another pass over the prompts has other temperatures or other draws.
+        at = shard * writing.rows + np.arange(min(writing.rows, len(prompts)))
+        batch = [prompts[i % len(prompts)] for i in at]
     return answers(
         params,
-        self_instruction(
-            params, kind, writing.rows, seed=seed, temperature=writing.prompt_temperature
-        ),
+        batch,
+        features=writing.features,
         temperature=writing.temperatures[turn % len(writing.temperatures)],
         max_new_tokens=writing.answer_tokens,
         seed=seed + 1,
-        kind=kind.name,
-        features=writing.features,
+        kind=name,
     )
 
 

@@ -1,0 +1,217 @@
+"""Which drafters can be trained, each with sizes that suit a target. A new one is a `Planner`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specjax.models.block_decoder import BlockConfig
+from specjax.models.config import DecoderConfig
+from specjax.models.eagle import EagleConfig
+from specjax.models.medusa import MedusaConfig
+from specjax.models.mtp import MtpConfig
+from specjax.train.recipe import Recipe
+from specjax.train.recipes.blocks import block_recipe
+from specjax.train.recipes.distilled import distilled_recipe
+from specjax.train.recipes.eagle import eagle_recipe
+from specjax.train.recipes.medusa import medusa_recipe
+from specjax.train.recipes.mtp import mtp_recipe
+from specjax.types import Params, PyTree
+
+__all__ = ["PLANNERS", "Plan", "Planner", "default_features"]
+
+
+class Plan(NamedTuple):
+    """A recipe, and what it starts from."""
+
+    recipe: Recipe
+    start: Callable[[Array], PyTree]  # key -> weights
+
+
+class Planner(NamedTuple):
+    """How a plan for a target is made."""
+
+    plan: Callable[..., Plan]  # (target, options by name)
+    own_vocabulary: bool = False  # takes `draft_vocab`: the draft may have fewer tokens
+    mask: bool = False  # takes `mask_token_id`: a token that no text holds
+
+
+_HEAD_SCALE = 0.3  # of the target's last norm: a head that starts softer starts closer
+
+
+def default_features(config: DecoderConfig) -> tuple[int, ...]:
+    """States that every recipe finds its own among: from near the embedding to the final norm."""
+    n = config.num_layers
+    spread = {min(2, n) + round((n - min(2, n)) * i / 4) for i in range(5)}
+    return tuple(sorted(spread | {max(n - 2, 0), n}))
+
+
+def _some(config: DecoderConfig) -> tuple[int, ...]:
+    """Three of them: a third of the way, two thirds, and near the end."""
+    n, found = config.num_layers, default_features(config)[:-1]
+    nearest = lambda share: min(found, key=lambda i: abs(i - share * n))
+    return tuple(sorted({nearest(0.3), nearest(0.75), found[-1]}))
+
+
+def _layers(config: DecoderConfig, count: int, **changes: Any) -> DecoderConfig:
+    """Plain layers of the target's sizes."""
+    return dataclasses.replace(
+        config,
+        num_layers=count,
+        windows=(),
+        experts=None,
+        expert_layers=(),
+        **{"tie_embeddings": False, **changes},
+    )
+
+
+def _eagle3(
+    params: Params,
+    *,
+    draft_vocab: int | None = None,
+    features: tuple[int, ...] | None = None,
+    steps: int = 4,
+    intermediate_size: int | None = None,
+    **options: Any,
+) -> Plan:
+    config = params.model.config
+    size = intermediate_size or config.intermediate_size
+    made = EagleConfig(
+        decoder=_layers(config, 1, intermediate_size=size),
+        features=_some(config) if features is None else features,
+        target_size=config.hidden_size,
+        draft_vocab=draft_vocab,
+        fc_norm=True,
+    )
+    recipe = eagle_recipe(params, made, steps=steps, **options)
+
+    def start(key: Array) -> PyTree:
+        weights = recipe.init(key, params)
+        weights["norm"] = _softened(params)
+        return weights
+
+    return Plan(recipe, start)
+
+
+def _eagle(
+    params: Params,
+    *,
+    steps: int = 1,
+    regression: float = 10.0,
+    **options: Any,
+) -> Plan:
+    config = params.model.config
+    made = EagleConfig(
+        decoder=_layers(config, 1),
+        features=(config.num_layers,),
+        target_size=config.hidden_size,
+        fused=False,
+        fc_bias=True,
+    )
+    recipe = eagle_recipe(params, made, steps=steps, regression=regression, name="eagle", **options)
+    return Plan(recipe, lambda key: recipe.init(key, params))
+
+
+def _mtp(params: Params, *, modules: int = 1, **options: Any) -> Plan:
+    config = params.model.config
+    made = MtpConfig(decoder=_layers(config, 1), target_layers=config.num_layers, modules=modules)
+    recipe = mtp_recipe(params, made, **options)
+
+    def start(key: Array) -> PyTree:
+        weights = recipe.init(key, params)
+        for module in weights["modules"].values():
+            module["norm"] = _softened(params)
+        return weights
+
+    return Plan(recipe, start)
+
+
+def _medusa(params: Params, *, num_heads: int = 4, num_layers: int = 1, **options: Any) -> Plan:
+    config = params.model.config
+    made = MedusaConfig(
+        num_heads=num_heads,
+        num_layers=num_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        target_layers=config.num_layers,
+        own_output=False,
+    )
+    recipe = medusa_recipe(params, made, **options)
+    return Plan(recipe, lambda key: recipe.init(key, params))
+
+
+def _block(
+    dspark: bool,
+    params: Params,
+    *,
+    mask_token_id: int,
+    draft_vocab: int | None = None,
+    features: tuple[int, ...] | None = None,
+    block_size: int = 8,
+    num_layers: int = 2,
+    intermediate_size: int | None = None,
+    markov_rank: int = 32,
+    **options: Any,
+) -> Plan:
+    config = params.model.config
+    size = config.intermediate_size if intermediate_size is None else intermediate_size
+    heads = {"markov_rank": markov_rank, "confidence": True, "confidence_markov": True}
+    made = BlockConfig(
+        decoder=_layers(config, num_layers, intermediate_size=size),
+        features=_some(config) if features is None else features,
+        target_size=config.hidden_size,
+        draft_vocab=config.vocab_size if draft_vocab is None else draft_vocab,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        from_anchor=dspark,
+        own_head=draft_vocab is not None,
+        **(heads if dspark else {}),
+    )
+    weights = {"total_variation": 1.0, "confidence": 1.0} if dspark else {}
+    recipe = block_recipe(params, made, **{**weights, **options})
+
+    def start(key: Array) -> PyTree:
+        weights = recipe.init(key, params)
+        weights["norm"] = _softened(params)
+        return weights
+
+    return Plan(recipe, start)
+
+
+def _draft_model(
+    params: Params,
+    *,
+    layers: tuple[int, ...] | None = None,
+    intermediate_size: int | None = None,
+    **options: Any,
+) -> Plan:
+    config = params.model.config
+    layers = (0, config.num_layers - 1) if layers is None else layers
+    size = config.intermediate_size if intermediate_size is None else intermediate_size
+    made = _layers(
+        config, len(layers), intermediate_size=size, tie_embeddings=config.tie_embeddings
+    )
+    recipe = distilled_recipe(params, made, layers=layers, **options)
+    return Plan(recipe, lambda key: recipe.init(key, params))
+
+
+def _softened(params: Params) -> PyTree:
+    """The target's last norm, scaled down."""
+    return jax.tree.map(lambda x: _HEAD_SCALE * x.astype(jnp.float32), params.target["norm"])
+
+
+PLANNERS: Mapping[str, Planner] = {
+    "eagle": Planner(_eagle),
+    "eagle3": Planner(_eagle3, own_vocabulary=True),
+    "mtp": Planner(_mtp),
+    "medusa": Planner(_medusa),
+    "dflash": Planner(functools.partial(_block, False), own_vocabulary=True, mask=True),
+    "dspark": Planner(functools.partial(_block, True), own_vocabulary=True, mask=True),
+    "draft_model": Planner(_draft_model),
+}

@@ -16,7 +16,9 @@ Reference: DFlash, 2026 (arXiv:2602.06036); DSpark (DeepSeek-AI 2026, DeepSpec).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from jax import Array
 from specjax.checkpoints import save_draft
 from specjax.models.block_decoder import BlockConfig, block_network, random_block
 from specjax.train import losses
-from specjax.train.recipe import Choice, Frozen, Metrics, Recipe, laws, measured, stacked
+from specjax.train.recipe import Choice, Frozen, Guess, Metrics, Recipe, by_step, laws, worth
 from specjax.train.windows import Batch
 from specjax.types import BlockNetwork, Cache, Params
 
@@ -39,6 +41,7 @@ def block_recipe(
     params: Params,
     config: BlockConfig,
     *,
+    own_head: bool = False,
     anchors: int = 48,
     gamma: float = 4.0,
     cross_entropy: float = 1.0,
@@ -50,8 +53,9 @@ def block_recipe(
 
     Args:
       params: the target.
-      config: the network; with `own_head` its output matrix is trained, else it is the target's
-        rows of the draft's tokens.
+      config: the network. Its head, if it has one of its own, is the target's rows of the draft's
+        tokens.
+      own_head: that head is trained, too.
       anchors: blocks a window.
       gamma: slot k counts exp(-k / gamma), so that early slots, which all later ones depend on,
         count most.
@@ -65,16 +69,21 @@ def block_recipe(
     """
     if confidence and not config.confidence:
         raise ValueError(f"confidence={confidence} needs a network with a confidence head")
-    network = block_network(config)
+    if own_head and not config.own_head:
+        raise ValueError("own_head=True needs a network with a head of its own")
+    # A head that is not trained is no part of the weights.
+    trained = dataclasses.replace(config, own_head=own_head)
+    network = block_network(trained)
     decoder, last = params.model.config, params.model.config.num_layers
     features = tuple(dict.fromkeys((*config.features, last)))
+    name = "dspark" if config.markov_rank or config.confidence else "dflash"
     first = 0 if config.from_anchor else 1
     slots = config.block_size - first
     ahead = 1 if config.from_anchor else 0  # slot k guesses the token at t + k + ahead
 
-    def loss(
+    def guesses(
         weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
-    ) -> tuple[Array, Metrics]:
+    ) -> list[Guess]:
         count, length = batch.tokens.shape
         at = _anchors(key, batch, anchors, config.block_size)  # [B, A]
         fused = network.fuse(weights, tuple(batch.state(i) for i in config.features))
@@ -102,49 +111,54 @@ def block_recipe(
         same = take(batch.texts, place) == take(batch.texts, at.reshape(-1, 1))
         known = take(batch.known, place - 1)
         before = take(batch.tokens, place - 1)
-        rows = weights["head"]["weight"] if config.own_head else None
+        rows = weights["head"]["weight"] if own_head else None
         target, draft = laws(frozen, decoder, choice, hidden[:, first:], states, rows)
         if network.correct is not None:
             draft = draft + _corrections(network, weights, hidden, before, first)[..., choice.ids]
 
         answer = take(batch.answer, place)
-        here = jnp.where(inside & same & known, jnp.where(answer, 1.0, prompt_weight), 0.0)
-        worth = here * jnp.exp(-jnp.arange(slots) / gamma)
-        value = cross_entropy * losses.soft_cross_entropy(target, draft)
+        here = worth(inside & same & known, answer, prompt_weight)
+
+        def slot(k: int) -> Guess:
+            logit = None
+            if network.confidence is not None:
+                logit = network.confidence(weights, hidden[:, first + k], before[:, k])
+            return Guess(target[:, k], draft[:, k], here[:, k], answer[:, k], logit)
+
+        return [slot(k) for k in range(slots)]
+
+    def value(guess: Guess) -> Array:
+        value = cross_entropy * losses.soft_cross_entropy(guess.target, guess.draft)
         if total_variation:
-            value = value + total_variation * losses.total_variation(target, draft)
+            value = value + total_variation * losses.total_variation(guess.target, guess.draft)
         if confidence:
-            chance = jax.lax.stop_gradient(losses.acceptance(target, draft))
-            logit = jnp.stack(
-                [
-                    network.confidence(weights, hidden[:, first + k], before[:, k])
-                    for k in range(slots)
-                ],
-                axis=1,
-            )
-            value = value + confidence * losses.binary_cross_entropy(logit, chance)
-        sums = [
-            measured(target[:, k], draft[:, k], here[:, k] * answer[:, k]) for k in range(slots)
-        ]
-        return losses.weighted_mean(value, worth), stacked(sums)
+            chance = jax.lax.stop_gradient(losses.acceptance(guess.target, guess.draft))
+            value = value + confidence * losses.binary_cross_entropy(guess.extra, chance)
+        return value
+
+    def loss(
+        weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+    ) -> tuple[Array, Metrics]:
+        found = guesses(weights, frozen, batch, choice, key)
+        return by_step(found, value, math.exp(-1 / gamma))
 
     def save(folder: Path, weights: Any, draft_ids: np.ndarray) -> None:
-        rows = {} if config.own_head else {"head.weight": "head"}
         save_draft(
             folder,
-            "dspark" if config.markov_rank or config.confidence else "dflash",
+            name,
             config,
             weights,
             decoder,
-            draft_ids=draft_ids,
-            from_target=rows,
+            draft_ids=draft_ids if config.own_head else None,
+            from_target={"head.weight": "head"} if config.own_head and not own_head else {},
         )
 
     return Recipe(
-        name="dspark" if config.markov_rank or config.confidence else "dflash",
+        name=name,
         features=features,
         steps=slots,
-        init=lambda key, params: random_block(config, key),
+        init=lambda key, params: random_block(trained, key),
+        guesses=guesses,
         loss=loss,
         logical_axes=network.logical_axes,
         save=save,
@@ -154,7 +168,7 @@ def block_recipe(
 def _anchors(key: Array, batch: Batch, count: int, block: int) -> Array:
     """Places with a context, `[B, A]`: answers first, others if there are not enough."""
     length = batch.tokens.shape[1]
-    place = jnp.arange(length)
+    place = jnp.arange(length)[None, :]
     usable = (place > 0) & (place < length - 1)
     # A block on the last token before an answer is how every answer begins.
     good = batch.answer | jnp.roll(batch.answer, -1, axis=1)

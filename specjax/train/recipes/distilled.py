@@ -22,13 +22,14 @@ from specjax.train import losses
 from specjax.train.recipe import (
     Choice,
     Frozen,
+    Guess,
     Metrics,
     Recipe,
     aligned,
     laws,
     measured,
     same_text,
-    stacked,
+    worth,
 )
 from specjax.train.windows import Batch
 from specjax.types import Params
@@ -84,9 +85,9 @@ def distilled_recipe(
     model = decoder_model(config)
     last = decoder.num_layers
 
-    def loss(
+    def guesses(
         weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
-    ) -> tuple[Array, Metrics]:
+    ) -> list[Guess]:
         count, length = batch.tokens.shape
         whole = {**weights, "embed": frozen.target["embed"]}
         positions = jnp.broadcast_to(jnp.arange(length), (count, length))
@@ -95,10 +96,15 @@ def distilled_recipe(
         out = model.forward(whole, batch.tokens, positions, cache, causal)
         target, draft = laws(frozen, decoder, choice, out.hidden, batch.state(last), None)
         answer = aligned(batch.answer, 1)
-        known = same_text(batch, 0, 1) & batch.known
-        here = jnp.where(known, jnp.where(answer, 1.0, prompt_weight), 0.0)
-        value = DIVERGENCES[divergence](target, draft, here)
-        return losses.weighted_mean(value, here), stacked([measured(target, draft, here * answer)])
+        here = worth(same_text(batch, 0, 1) & batch.known, answer, prompt_weight)
+        return [Guess(target, draft, here, answer)]
+
+    def loss(
+        weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+    ) -> tuple[Array, Metrics]:
+        (guess,) = guesses(weights, frozen, batch, choice, key)
+        value = DIVERGENCES[divergence](guess.target, guess.draft, guess.weights)
+        return losses.weighted_mean(value, guess.weights), measured([guess])
 
     def init(key: Array, params: Params) -> Any:
         weights = random_weights(config, key)
@@ -124,6 +130,7 @@ def distilled_recipe(
         features=(last,),
         steps=1,
         init=init,
+        guesses=guesses,
         loss=loss,
         logical_axes=axes,
         save=save,

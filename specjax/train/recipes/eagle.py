@@ -28,13 +28,14 @@ from specjax.train import losses
 from specjax.train.recipe import (
     Choice,
     Frozen,
+    Guess,
     Metrics,
     Recipe,
     aligned,
+    by_step,
     laws,
-    measured,
     same_text,
-    stacked,
+    worth,
 )
 from specjax.train.windows import Batch
 from specjax.types import Block, Params
@@ -86,9 +87,9 @@ def eagle_recipe(
     features = tuple(dict.fromkeys((*config.features, last)))
     embed_target = params.model.embed
 
-    def loss(
+    def guesses(
         weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
-    ) -> tuple[Array, Metrics]:
+    ) -> list[Guess]:
         count, length = batch.tokens.shape
         rows = weights["head"]["weight"] if own_head else None
         embed = functools.partial(embed_target, frozen.target)
@@ -96,26 +97,28 @@ def eagle_recipe(
         state = network.fuse(weights, tuple(batch.state(i) for i in config.features))
         positions = jnp.broadcast_to(jnp.arange(length), (count, length))
         cache = network.init_cache(weights, count, 0)
-        goal = aligned(batch.state(last), 1)
-        worth = jnp.where(aligned(batch.answer, 2), 1.0, prompt_weight)
-        law_known = aligned(batch.known, 1)
+        goal, answer = aligned(batch.state(last), 1), aligned(batch.answer, 2)
         earlier: Block | None = None
-        values, sums = [], []
+        found = []
         for step in range(steps):
-            out = network.forward(
-                weights, embedded, state, positions, cache, unrolled_mask(length, step), earlier
-            )
+            mask = unrolled_mask(length, step)
+            out = network.forward(weights, embedded, state, positions, cache, mask, earlier)
             target, draft = laws(frozen, decoder, choice, out.hidden, goal, rows)
-            here = jnp.where(same_text(batch, -step, 2) & law_known, worth, 0.0)
-            value = losses.soft_cross_entropy(target, draft)
-            if regression:
-                value = value + regression * losses.smooth_l1(goal, out.features[0])
-            values.append(losses.weighted_mean(value, here))
-            sums.append(measured(target, draft, here * aligned(batch.answer, 2)))
+            known = same_text(batch, -step, 2) & aligned(batch.known, 1)
+            here = worth(known, answer, prompt_weight)
+            found.append(Guess(target, draft, here, answer, (goal, out.features[0])))
             state = aligned(out.features[0], -1)
             earlier = out.block if earlier is None else _behind(earlier, out.block)
-        scale = sum(decay**k for k in range(steps))
-        return losses.decayed(jnp.stack(values), decay) / scale, stacked(sums)
+        return found
+
+    def value(guess: Guess) -> Array:
+        value = losses.soft_cross_entropy(guess.target, guess.draft)
+        return value + regression * losses.smooth_l1(*guess.extra) if regression else value
+
+    def loss(
+        weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+    ) -> tuple[Array, Metrics]:
+        return by_step(guesses(weights, frozen, batch, choice, key), value, decay)
 
     def save(folder: Path, weights: Any, draft_ids: np.ndarray) -> None:
         save_draft(
@@ -135,6 +138,7 @@ def eagle_recipe(
         features=features,
         steps=steps,
         init=lambda key, params: random_eagle(trained, key),
+        guesses=guesses,
         loss=loss,
         logical_axes=network.logical_axes,
         save=save,

@@ -21,13 +21,14 @@ from specjax.train import losses
 from specjax.train.recipe import (
     Choice,
     Frozen,
+    Guess,
     Metrics,
     Recipe,
     aligned,
+    by_step,
     laws,
-    measured,
     same_text,
-    stacked,
+    worth,
 )
 from specjax.train.windows import Batch
 from specjax.types import Params
@@ -40,7 +41,6 @@ def medusa_recipe(
     config: MedusaConfig,
     *,
     decay: float = 0.8,
-    soft: bool = True,
     prompt_weight: float = 0.1,
 ) -> Recipe:
     """Trains Medusa heads, which use the target's output matrix.
@@ -49,7 +49,6 @@ def medusa_recipe(
       params: the target.
       config: the heads, without outputs of their own.
       decay: head i counts decay^i.
-      soft: the target's law is learned; else its text.
       prompt_weight: of tokens that are not answers.
 
     Raises:
@@ -60,29 +59,27 @@ def medusa_recipe(
     heads = medusa_heads(config)
     decoder, last = params.model.config, params.model.config.num_layers
 
-    def loss(
+    def guesses(
         weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
-    ) -> tuple[Array, Metrics]:
+    ) -> list[Guess]:
         states = batch.state(last)
         ready = heads.logits(weights, lambda z: z, states)  # [B, T, heads, E]
-        values, sums = [], []
+        found = []
         for i in range(config.num_heads):
             goal = aligned(states, 1 + i)
             target, draft = laws(frozen, decoder, choice, ready[:, :, i], goal, None)
             known = same_text(batch, 0, 2 + i) & aligned(batch.known, 1 + i)
             answer = aligned(batch.answer, 2 + i)
-            here = jnp.where(known, jnp.where(answer, 1.0, prompt_weight), 0.0)
-            if soft:
-                value = losses.soft_cross_entropy(target, draft)
-            else:
-                value, there = losses.chosen_cross_entropy(
-                    draft, frozen.draft_ids[choice.ids], aligned(batch.tokens, 2 + i)
-                )
-                here = here * there
-            values.append(losses.weighted_mean(value, here))
-            sums.append(measured(target, draft, here * answer))
-        scale = sum(decay**i for i in range(config.num_heads))
-        return losses.decayed(jnp.stack(values), decay) / scale, stacked(sums)
+            here = worth(known, answer, prompt_weight)
+            found.append(Guess(target, draft, here, answer))
+        return found
+
+    def loss(
+        weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+    ) -> tuple[Array, Metrics]:
+        found = guesses(weights, frozen, batch, choice, key)
+        value = lambda guess: losses.soft_cross_entropy(guess.target, guess.draft)
+        return by_step(found, value, decay)
 
     def init(key: Array, params: Params) -> Any:
         # Nothing is added to the state at first, so that each head starts as the target's own.
@@ -101,6 +98,7 @@ def medusa_recipe(
         features=(last,),
         steps=config.num_heads,
         init=init,
+        guesses=guesses,
         loss=loss,
         logical_axes=heads.logical_axes,
         save=save,

@@ -1,0 +1,77 @@
+"""A tiny target on disk, and texts of its own, small enough to train on in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax
+from specjax import Params, drafters
+from specjax.models.config import DecoderConfig
+from specjax.models.decoder import decoder_model, random_weights
+from specjax.train.recipes import default_features
+from specjax.train.texts import Writing, write_texts
+
+CONFIG = DecoderConfig(
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    max_position=256,
+)
+
+
+def toy_target() -> Params:
+    """Random weights, large enough that its greedy text is no constant."""
+    weights = random_weights(CONFIG, jax.random.key(7))
+    sharp = lambda x: 2.0 * x if x.ndim > 1 else x
+    return Params(
+        target=jax.tree.map(sharp, weights),
+        model=decoder_model(CONFIG),
+        drafter=drafters.plain(),
+        name="toy",
+    )
+
+
+def saved_target(folder: Path) -> Path:
+    """The toy target as a checkpoint that `specjax.load` reads."""
+    return specjax.save(toy_target(), folder / "target").result()
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    draw = np.random.default_rng(seed)
+    return draw.integers(0, CONFIG.vocab_size, (count, 8)).tolist()
+
+
+def write_toy_texts(folder: Path, shards: int = 6, rows: int = 16) -> Path:
+    writing = Writing(
+        features=default_features(CONFIG),
+        rows=rows,
+        answer_tokens=40,
+        temperatures=(0.0,),
+        data="random",
+    )
+    own = prompts(shards * rows)
+    for _ in write_texts(folder, toy_target(), writing, shards=range(shards), prompts=own):
+        pass
+    return folder
+
+
+def states_of(params: Params, tokens: np.ndarray, features: tuple[int, ...]):
+    """The target's states of texts `[B, T]`, by one pass."""
+    count, length = tokens.shape
+    out = params.model.forward(
+        params.target,
+        jnp.asarray(tokens),
+        jnp.broadcast_to(jnp.arange(length), (count, length)),
+        params.model.init_cache(params.target, count, 0),
+        jnp.tril(jnp.ones((1, length, length), bool)),
+        features=features,
+    )
+    return out.features
