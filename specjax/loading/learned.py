@@ -11,12 +11,13 @@ from typing import Any
 from specjax import checkpoints, drafters, sharding
 from specjax.loading.reading import Target, from_target, read_weights, tree_of
 from specjax.models.block_decoder import block_network
+from specjax.models.decoder import decoder_model
 from specjax.models.eagle import eagle_network
 from specjax.models.medusa import medusa_heads
 from specjax.models.mtp import mtp_network
-from specjax.types import Drafter, PyTree
+from specjax.types import Drafter, Model, PyTree
 
-__all__ = ["METHODS", "method_of"]
+__all__ = ["METHODS", "method_of", "within_target"]
 
 _Build = Callable[[Target], tuple[Drafter, PyTree]]
 
@@ -83,6 +84,18 @@ def _weights(found: checkpoints.DraftCheckpoint, axes: Any, target: Target) -> P
     stored = {**found.weights, **from_target(found, target)}
     weights = read_weights(stored, axes, {}, how)
     return weights if target.how.mesh is None else sharding.onto(weights, target.how.mesh)
+
+
+def within_target(path: Path, target: Target, bits: int | None) -> tuple[Model, PyTree]:
+    """A trained draft model, whose embedding and head are the target's: the arrays are shared."""
+    found = checkpoints.read_draft(path, target.loaded.config, "draft_model", target.how.dtype)
+    model = decoder_model(found.config, kv_cache=target.how.kv_cache)
+    how = target.how._replace(mesh=None, bits=bits)
+    weights = read_weights(found.weights, model.logical_axes, {}, how)
+    if target.how.mesh is not None:
+        weights = sharding.place_axes(model.logical_axes, weights, target.how.mesh)
+    shared = {part: target.loaded.weights[part] for part in found.from_target.values()}
+    return model, {**weights, **shared}
 
 
 def _eagle(

@@ -62,15 +62,15 @@ def definitions(p, q):
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["kl", "soft_cross_entropy", "reverse_kl", "total_variation"]
-)
+@pytest.mark.parametrize("name", ["kl", "soft_cross_entropy", "reverse_kl", "total_variation"])
 def test_value_and_gradient_of_the_definition(name):
     target, draft = np.random.default_rng(1).normal(size=(2, 4, 6))
     softmax = lambda x: np.exp(x) / np.exp(x).sum(-1, keepdims=True)
     p, loss = softmax(target), getattr(losses, name)
     np.testing.assert_allclose(
-        loss(jnp.asarray(target), jnp.asarray(draft)), definitions(p, softmax(draft))[name], rtol=1e-5
+        loss(jnp.asarray(target), jnp.asarray(draft)),
+        definitions(p, softmax(draft))[name],
+        rtol=1e-5,
     )
     found = jax.grad(lambda d: loss(jnp.asarray(target), d).sum())(jnp.asarray(draft))
     step = 1e-6

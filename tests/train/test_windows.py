@@ -56,8 +56,10 @@ def test_every_window_comes_once_an_epoch(folder):
     windows = open_windows(folder, T)
     count = len(windows.places)
     seen = [batch_at(windows, step, 1).tokens[0].tobytes() for step in range(2 * count)]
-    cut = {batch_at(windows._replace(places=windows.places[[i]]), 0, 1).tokens[0].tobytes()
-           for i in range(count)}
+    cut = {
+        batch_at(windows._replace(places=windows.places[[i]]), 0, 1).tokens[0].tobytes()
+        for i in range(count)
+    }
     assert set(seen[:count]) == set(seen[count:]) == cut
     assert seen[:count] != seen[count:]
     again = batch_at(windows, 3, 1).tokens[0].tobytes()

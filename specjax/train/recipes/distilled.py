@@ -43,7 +43,6 @@ DIVERGENCES: Mapping[str, Callable[[Array, Array, Array], Array]] = {
     "total_variation": lambda target, draft, weights: losses.total_variation(target, draft),
     "tvd++": losses.tvd_plus_plus,
 }
-_SHARED = {"embed.weight": "embed"}
 
 
 def distilled_recipe(
@@ -82,6 +81,7 @@ def distilled_recipe(
         raise ValueError(
             f"layers must be {config.num_layers} of 0..{decoder.num_layers - 1}, got {layers}"
         )
+    shared = ("embed",) if config.tie_embeddings else ("embed", "head")
     model = decoder_model(config)
     last = decoder.num_layers
 
@@ -89,7 +89,7 @@ def distilled_recipe(
         weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
     ) -> list[Guess]:
         count, length = batch.tokens.shape
-        whole = {**weights, "embed": frozen.target["embed"]}
+        whole = {**weights, **{part: frozen.target[part] for part in shared}}
         positions = jnp.broadcast_to(jnp.arange(length), (count, length))
         causal = jnp.tril(jnp.ones((1, length, length), bool))
         cache = model.init_cache(whole, count, 0)
@@ -108,7 +108,8 @@ def distilled_recipe(
 
     def init(key: Array, params: Params) -> Any:
         weights = random_weights(config, key)
-        del weights["embed"]
+        for part in shared:
+            del weights[part]
         if layers is not None:
             weights["layers"] = {i: params.target["layers"][j] for i, j in enumerate(layers)}
             weights["norm"] = params.target["norm"]
@@ -121,10 +122,10 @@ def distilled_recipe(
             dataclasses.replace(config, max_position=decoder.max_position),
             weights,
             decoder,
-            from_target=_SHARED,
+            from_target={f"{part}.weight": part for part in shared},
         )
 
-    axes = tuple((path, names) for path, names in model.logical_axes if path[0] != "embed")
+    axes = tuple((path, names) for path, names in model.logical_axes if path[0] not in shared)
     return Recipe(
         name="draft_model",
         features=(last,),
