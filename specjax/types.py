@@ -239,7 +239,11 @@ class UpdateFn(Protocol):
 
 
 class Drafter(NamedTuple):
-    """A way of guessing, as a record of pure functions. Made by a cached factory."""
+    """A way of guessing, as a record of pure functions. Made by a cached factory.
+
+    The functions get the params that decode: where `params.drafter` is another record, they are a
+    part of it, and a round may accept up to `params.drafter.depth` tokens that others guessed.
+    """
 
     init: InitFn
     draft: DraftFn
@@ -249,6 +253,7 @@ class Drafter(NamedTuple):
     nodes: int  # N
     features: tuple[int, ...] = ()  # target layers whose states `init` and `update` want
     tree: bool = False  # drafts may branch; where N > K they do
+    mixed: bool = False  # drafts that follow one text may come from different laws q
 
 
 class FuseFn(Protocol):

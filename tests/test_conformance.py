@@ -98,6 +98,12 @@ def _draft_model(make=drafters.draft_model, depth=3, **options):
     return make(decoder_model(config), depth, **options), weights
 
 
+def _both(make, **options):
+    """Prompt lookup and a head."""
+    head, weights = _eagle(**options)
+    return make(drafters.ngram(3), head), (None, weights)
+
+
 BRANCHED = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
 TABLE = {
     "plain": lambda: (drafters.plain(), None),
@@ -118,6 +124,11 @@ TABLE = {
     "medusa": lambda: _medusa(BRANCHED),
     "dflash": lambda: _block(),
     "dspark": lambda: _block(markov_kind="gated", markov_rank=4, confidence=True, from_anchor=True),
+    "fallback": lambda: _both(drafters.fallback, num_speculative_tokens=4),
+    "merged": lambda: _both(drafters.merged, num_speculative_tokens=2),
+    "merged, dynamic tree": lambda: _both(
+        functools.partial(drafters.merged, nodes=9), tree=drafters.dynamic_tree(8, 3, 3)
+    ),
 }
 
 

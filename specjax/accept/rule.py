@@ -31,6 +31,7 @@ class Acceptance(NamedTuple):
     name: str
     lossless: bool  # the output's law is exactly the target's
     chain: bool  # accepted nodes are always 1, 2, ..., a: the cache needs no gather
+    common: bool = False  # lossless only where all drafts that follow one text have one law q
 
 
 def keep_probability(p: Array, q: Array) -> Array:

@@ -424,7 +424,7 @@ def spectr() -> Acceptance:
 
     Reference: Sun, Suresh, Ro, Beirami, Jain, Yu 2023, SpecTr (arXiv:2310.15141), Algorithm 2.
     """
-    return Acceptance(judge=_judge_spectr, name="spectr", lossless=True, chain=False)
+    return Acceptance(judge=_judge_spectr, name="spectr", lossless=True, chain=False, common=True)
 
 
 def require_bool(name: str, value: bool) -> bool:

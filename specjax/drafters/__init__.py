@@ -1,5 +1,6 @@
 """Ways of guessing, one file each."""
 
+from specjax.drafters.combine import fallback, merged
 from specjax.drafters.dflash import dflash
 from specjax.drafters.draft_model import draft_model
 from specjax.drafters.draft_tree import draft_tree
@@ -20,7 +21,9 @@ __all__ = [
     "dspark",
     "dynamic_tree",
     "eagle",
+    "fallback",
     "medusa",
+    "merged",
     "mtp",
     "ngram",
     "onto_target",

@@ -5,6 +5,7 @@ Reference: Leviathan et al. 2023 (arXiv:2211.17192); Chen et al. 2023 (arXiv:230
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -21,9 +22,17 @@ from specjax.drafters.vocabulary import (
     split_draft,
 )
 from specjax.sampling import Purpose
-from specjax.types import Context, Drafter, Model, Outcome, Params, Prefill
+from specjax.types import Cache, Context, Drafter, Model, Outcome, Params, Prefill, record
 
 __all__ = ["draft_model"]
+
+
+@record
+class _State:
+    """What the model has read: committed tokens, then the drafts of the round but the last."""
+
+    cache: Cache
+    drafts: Array  # [B, K - 1] int32
 
 
 @functools.cache
@@ -32,7 +41,8 @@ def draft_model(model: Model, num_speculative_tokens: int = 4, *, mapped: bool =
 
     Tokens are drawn from the same law as the target's (`specjax.sampling`), and that law is kept
     as q. The state is the draft's KV cache. It lacks the root, and after a round whose drafts all
-    stood the last draft too: the first step of a round reads whichever of the two are missing.
+    stood the last draft too: the first step of a round reads whichever of the two are missing. As
+    a part of another drafter it also lacks what others guessed, and reads that with them.
 
     Args:
       model: any causal model. Its vocabulary may be smaller or larger than the target's, as long
@@ -62,10 +72,12 @@ def draft_model(model: Model, num_speculative_tokens: int = 4, *, mapped: bool =
             prefill.lengths - 1,
             chunk=prefill.chunk,
         )
-        return held
+        drafts = jnp.zeros((prefill.tokens.shape[0], depth - 1), jnp.int32)
+        return _State(cache=held, drafts=drafts)
 
-    def draft(params: Params, key: Array, held, context: Context):
+    def draft(params: Params, key: Array, state: _State, context: Context):
         weights, ids = split_draft(params, "draft_model", mapped)
+        held = state.cache
 
         def step(held, seen, tokens, count, position):
             """Reads `count` of `tokens [B, T]` and draws the token at `position [B]`."""
@@ -83,10 +95,12 @@ def draft_model(model: Model, num_speculative_tokens: int = 4, *, mapped: bool =
             token, probs = sampling.sample(keys, logits, context.sampling, seen)
             return held, seen_lib.after(seen, token), token, probs, sound
 
-        missing = context.lengths - held.lengths  # [B], 1 or 2
-        index = held.lengths[:, None] + jnp.arange(2)[None, :]  # the second may be meaningless
-        pair = jnp.take_along_axis(context.tokens, index, axis=1)
-        held, seen, token, probs, sound = step(held, context.seen, pair, missing, context.lengths)
+        alone = params.drafter.draft is draft
+        most = 2 if alone else params.drafter.depth + 1
+        missing = context.lengths - held.lengths  # [B], 1 or more
+        index = held.lengths[:, None] + jnp.arange(most)[None, :]  # the last may be meaningless
+        new = jnp.take_along_axis(context.tokens, index, axis=1)
+        held, seen, token, probs, sound = step(held, context.seen, new, missing, context.lengths)
 
         def body(carry, i):
             held, seen, token = carry
@@ -103,10 +117,18 @@ def draft_model(model: Model, num_speculative_tokens: int = 4, *, mapped: bool =
         sound = jnp.concatenate([sound[:, None], sounds.T], axis=1)
         valid = jnp.cumprod(sound, axis=1, dtype=jnp.int32).astype(bool)
         probs = jnp.concatenate([probs[:, None], laws.swapaxes(0, 1)], axis=1)
-        return tree.chain_proposal(tokens, valid, probs), held
+        proposal = tree.chain_proposal(tokens, valid, probs)
+        return proposal, _State(cache=held, drafts=tokens[:, :-1])
 
-    def update(params: Params, held, outcome: Outcome):
-        return cache.truncate(held, outcome.lengths - 1)
+    def update(params: Params, state: _State, outcome: Outcome) -> _State:
+        # Drafts stay as far as the text has them, whoever guessed it.
+        held = state.cache
+        before = held.lengths - (depth - 1)
+        index = before[:, None] + jnp.arange(depth - 1)[None, :]
+        same = jnp.take_along_axis(outcome.tokens, index, axis=1) == state.drafts
+        stand = jnp.sum(jnp.cumprod(same, axis=1, dtype=jnp.int32), axis=1)
+        held = cache.truncate(held, jnp.minimum(before + stand, outcome.lengths - 1))
+        return dataclasses.replace(state, cache=held)
 
     return Drafter(
         init=init, draft=draft, update=update, name="draft_model", depth=depth, nodes=depth

@@ -90,8 +90,8 @@ def _draft_tree(model: Model, shape: Shape, mapped: bool) -> Drafter:
             prefill.lengths - 1,
             chunk=prefill.chunk,
         )
-        # A model hands on no state beside its cache.
-        return Pending(cache=held, hidden=jnp.zeros((batch, depth + 1, 0)))
+        # A model hands on no state beside its cache; a round commits up to so many tokens.
+        return Pending(cache=held, hidden=jnp.zeros((batch, params.drafter.depth + 1, 0)))
 
     def draft(params: Params, key: Array, state: Pending, context: Context):
         read = reader(params)

@@ -109,7 +109,8 @@ def _eagle(network: FeatureNetwork, shape: Shape, mapped: bool, name: str) -> Dr
         held, _ = cache.read_chunks(run, empty, ready, total, prefill.chunk)
         at = ready[:, None, None]
         last = fuse(tuple(jnp.take_along_axis(x, at, axis=1) for x in prefill.features))
-        hidden = jnp.zeros((batch, depth + 1, last.shape[-1]), last.dtype)
+        room = params.drafter.depth + 1  # entries that a round may commit
+        hidden = jnp.zeros((batch, room, last.shape[-1]), last.dtype)
         return Pending(cache=held, hidden=hidden.at[:, :1].set(last))
 
     def draft(params: Params, key: Array, state: Pending, context: Context):

@@ -50,7 +50,7 @@ class _State:
     """`cache` holds the layers of all steps, one step after the other."""
 
     cache: Cache
-    hidden: Array  # [B, 2K, W]: the target's states from position cache.lengths on
+    hidden: Array  # [B, R, W]: the target's states from position cache.lengths on
     known: Array  # [B] int32: positions whose states are known; L - 1
 
 
@@ -75,8 +75,6 @@ def mtp(network: FeatureNetwork, num_speculative_tokens: int = 1, *, modules: in
 
 @functools.cache
 def _mtp(network: FeatureNetwork, depth: int, modules: int) -> Drafter:
-    room = 2 * depth  # entries that a round may have to read
-
     def readers(params: Params) -> list[Reader]:
         weights, _ = split_draft(params, "mtp", False)
         each = [weights["modules"][i] for i in range(modules)]
@@ -125,13 +123,14 @@ def _mtp(network: FeatureNetwork, depth: int, modules: int) -> Drafter:
             rings=tuple(x for one in empty for x in one.rings),
         )
         held, _ = cache.read_chunks(run, held, ready, total, prefill.chunk)
+        room = depth + params.drafter.depth  # R: entries that a round may have to read
         at = jnp.minimum(ready[:, None] + jnp.arange(room)[None, :], total - 1)
         hidden = jnp.take_along_axis(states, at[..., None], axis=1)
         return _State(cache=held, hidden=hidden, known=prefill.lengths - 1)
 
     def draft(params: Params, key: Array, state: _State, context: Context):
         held, hidden = state.cache, state.hidden
-        batch = context.lengths.shape[0]
+        batch, room = hidden.shape[:2]
         count = state.known - held.lengths
         positions = held.lengths[:, None] + jnp.arange(room)[None, :]
         causal = jnp.tril(jnp.ones((1, room, room), bool))
@@ -170,8 +169,8 @@ def _mtp(network: FeatureNetwork, depth: int, modules: int) -> Drafter:
         new = network.fuse(weights["modules"][0], states)
         # What is known so far, then the new states.
         offset = state.known - state.cache.lengths
-        place = jnp.arange(room)[None, :]
-        from_new = jnp.clip(place - offset[:, None], 0, depth)
+        place = jnp.arange(state.hidden.shape[1])[None, :]
+        from_new = jnp.clip(place - offset[:, None], 0, new.shape[1] - 1)
         new = jnp.take_along_axis(new, from_new[..., None], axis=1)
         hidden = jnp.where((place < offset[:, None])[..., None], state.hidden, new)
         return _State(cache=state.cache, hidden=hidden, known=outcome.lengths - 1)

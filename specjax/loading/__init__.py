@@ -50,7 +50,9 @@ def load(
         (EAGLE, EAGLE-3, Medusa, MTP, DFlash, DSpark, in their own formats or in that of
         speculators); `{"method": "eagle3", "model": "path/to/folder", "tree": {"nodes": 24,
         "depth": 5, "top_k": 6}}` gives options of its method. `"mtp"` and `"medusa"` alone mean
-        modules within the target's own checkpoint.
+        modules within the target's own checkpoint. Two drafters become one by
+        `{"method": "fallback", "first": "ngram", "second": "path/to/folder"}` (the second where
+        the first finds nothing) and `{"method": "merged", ...}` (the trees of both as one).
       mesh: devices to spread the weights over, with axes "data" and "model".
       dtype: "float32", "bfloat16" or "float16"; default float32 on a CPU, else bfloat16.
       quantize: "int8" or "int4" rounds the target's weights as they are read, with a scale for

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax import checkpoints, drafters, sharding
-from specjax.loading import learned
+from specjax.loading import combined, learned
 from specjax.loading.reading import Loaded, Target, bits_of, read, rounded, tree_of
 from specjax.models.decoder import decoder_model, first_layers
 from specjax.models.quantized import QuantizedTensor
@@ -85,6 +86,9 @@ def _draft_model(
             if bits is not None:
                 weights = _inbits_of(own, weights, bits, target.how.mesh)
             return make(own), weights
+        if learned.method_of(model) == "draft_model":
+            own, weights = learned.within_target(Path(model), target, bits)
+            return make(own), weights
         draft = read(model, target.how._replace(bits=bits))
         ids = _vocabulary_map(draft, target.loaded)
         return make(draft.model, ids is not None), draft.weights if ids is None else (
@@ -120,13 +124,6 @@ def _check_draft_exists(model: Any) -> None:
         ) from error
 
 
-METHODS: Mapping[str, Callable[..., _Build]] = {
-    "ngram": _ngram,
-    "draft_model": _draft_model,
-    **learned.METHODS,
-}
-
-
 def builder(drafter: Any) -> _Build:
     """What makes the drafter, with its options checked, before the target is read."""
     if drafter is None:
@@ -160,6 +157,14 @@ def _of_checkpoint(source: str | os.PathLike[str]) -> dict[str, Any]:
     """A drafter's own checkpoint tells its method; any other becomes a draft model."""
     found = learned.method_of(source)
     return {"method": "draft_model" if found is None else found, "model": source}
+
+
+METHODS: Mapping[str, Callable[..., _Build]] = {
+    "ngram": _ngram,
+    "draft_model": _draft_model,
+    **learned.METHODS,
+    **combined.methods(builder),
+}
 
 
 def _vocabulary_map(draft: Loaded, target: Loaded) -> drafters.VocabularyMap | None:

@@ -86,7 +86,7 @@ def optimizer(training: Training) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
         training.learning_rate,
-        min(training.warmup, max(1, training.steps // 2)),
+        min(training.warmup, training.steps // 2),
         training.steps,
         training.final_rate * training.learning_rate,
     )
@@ -206,6 +206,7 @@ def train(
     """
     if training.rows % training.accumulate:
         raise ValueError(f"rows={training.rows} must be a multiple of {training.accumulate=}")
+    mesh = None if mesh is None else sharding.auto(mesh)
     folder = Path(folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     _check_settings(folder / "training.json", {"recipe": recipe.name, **training._asdict()})
