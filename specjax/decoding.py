@@ -23,7 +23,7 @@ from specjax.rounds import Account, DecodeState, Plan, decode_round, start
 from specjax.sampling import Sampling, row_keys
 from specjax.types import DecodeResult, Params, PyTree, Status
 
-__all__ = ["decode", "decode_recorded", "stream_tokens"]
+__all__ = ["decode", "decode_recorded", "default_rule", "stream_tokens"]
 
 _INT = jnp.int32
 
@@ -152,7 +152,7 @@ def _job(
 ) -> _Job:
     if not isinstance(params, Params):
         raise ValueError(f"params must come from specjax.load, got {type(params)}")
-    chosen = _default_rule(params) if acceptance is None else rule(acceptance)
+    chosen = default_rule(params) if acceptance is None else rule(acceptance)
     if chosen.common and params.drafter.mixed:
         raise ValueError(
             f"acceptance {chosen.name} keeps the target's law only where all drafts that follow a "
@@ -196,7 +196,8 @@ def _job(
     return _Job(params, prepared.request, prepared.prompt, plan, prepared.rows, prepared.longest)
 
 
-def _default_rule(params: Params) -> Acceptance:
+def default_rule(params: Params) -> Acceptance:
+    """The rule of `decode` where none is given: of trees, if the drafter's drafts may branch."""
     drafter = params.drafter
     branches = drafter.tree or drafter.nodes > drafter.depth
     return recursive_rejection() if branches else speculative_sampling()

@@ -28,14 +28,14 @@ def json_object(flag: str, text: str) -> dict[str, Any]:
         raise typer.BadParameter(f"{flag} is not valid JSON: {error}") from error
 
 
-def acceptance_argument(acceptance: str | None, *, plain: bool) -> str | dict[str, Any]:
-    """What `specjax.accept.names.rule` takes.
+def acceptance_argument(acceptance: str | None, *, plain: bool) -> str | dict[str, Any] | None:
+    """What `specjax.accept.names.rule` takes; None leaves it to the drafter's shape.
 
     Raises:
       typer.BadParameter: bad JSON, or a rule where there is no drafter.
     """
     if acceptance is None:
-        return "speculative_sampling"
+        return None
     if plain:
         raise typer.BadParameter(
             "--acceptance says which guesses stand; with --plain there are none"

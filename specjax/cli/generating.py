@@ -18,6 +18,7 @@ from specjax.accept import Acceptance
 from specjax.accept.names import rule
 from specjax.cli import running, showing
 from specjax.cli.wrapping import WordWrap
+from specjax.decoding import default_rule
 from specjax.sampling import Sampling
 from specjax.text import encode_prompt
 from specjax.types import Params, Status
@@ -33,7 +34,7 @@ class Job(NamedTuple):
     drafter: Mapping[str, Any] | None  # as for `specjax.load`
     dtype: str | None = None
     chat: bool = True
-    acceptance: str | Mapping[str, Any] = "speculative_sampling"
+    acceptance: str | Mapping[str, Any] | None = None  # None: what suits the drafter
     max_new_tokens: int = 128
     sampling: Sampling = Sampling()  # scalars
     seed: int | None = None
@@ -51,11 +52,13 @@ def run(job: Job) -> None:
       typer.Exit: code 1, if the model's logits were not finite.
     """
     console = Console(stderr=True, highlight=False)
-    acceptance = rule(job.acceptance)
+    if job.acceptance is not None:
+        rule(job.acceptance)  # a bad one is refused before anything is loaded
     began = time.perf_counter()
     with console.status(f"Loading {Text(job.model).markup} ..."):
         params = loading.load(job.model, drafter=job.drafter, dtype=job.dtype)
         jax.block_until_ready(params.target)
+    acceptance = default_rule(params) if job.acceptance is None else rule(job.acceptance)
     load_seconds = time.perf_counter() - began
 
     ids = encode_prompt(params, job.prompt, chat=job.chat)

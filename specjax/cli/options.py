@@ -142,7 +142,7 @@ Acceptance = Annotated[
     typer.Option(
         metavar="RULE",
         help="Which guesses stand: a rule that `specjax models` lists, or a JSON object.",
-        show_default="speculative_sampling",
+        show_default="speculative_sampling; recursive_rejection for trees",
         rich_help_panel=_SPECULATION,
     ),
 ]
