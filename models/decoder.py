@@ -32,6 +32,7 @@ __all__ = [
     "decoder_model",
     "embed_rows",
     "empty_cache",
+    "final_norm",
     "first_layers",
     "head_rows",
     "known_after",
@@ -274,6 +275,12 @@ def head_rows(config: DecoderConfig, weights: dict[str, Any], ids: Array) -> Arr
     """Rows `[n, E]` float32 of the head, for the tokens `ids [n]`."""
     table = weights["embed" if config.tie_embeddings else "head"]["weight"]
     return look_up(table, ids).astype(jnp.float32)
+
+
+def final_norm(config: DecoderConfig, weights: dict[str, Any], hidden: Array) -> Array:
+    """What the head reads, from the state behind any layer; `weights` may lack all but the norm."""
+    module = functional(lambda rngs: norm(config)).bind(weights["norm"])
+    return module(hidden)
 
 
 def embed_rows(config: DecoderConfig, weights: dict[str, Any], ids: Array) -> Array:

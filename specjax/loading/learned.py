@@ -11,7 +11,7 @@ from typing import Any
 from specjax import checkpoints, drafters, sharding
 from specjax.loading.reading import Target, from_target, read_weights, tree_of
 from specjax.models.block_decoder import block_network
-from specjax.models.decoder import decoder_model
+from specjax.models.decoder import decoder_model, first_layers
 from specjax.models.eagle import eagle_network
 from specjax.models.medusa import medusa_heads
 from specjax.models.mtp import mtp_network
@@ -86,12 +86,25 @@ def _weights(found: checkpoints.DraftCheckpoint, axes: Any, target: Target) -> P
     return weights if target.how.mesh is None else sharding.onto(weights, target.how.mesh)
 
 
-def within_target(path: Path, target: Target, bits: int | None) -> tuple[Model, PyTree]:
-    """A trained draft model, whose embedding and head are the target's: the arrays are shared."""
+def within_target(
+    path: Path, target: Target, bits: int | None, layers: int | None
+) -> tuple[Model, PyTree]:
+    """A trained draft model, whose embedding and head are the target's: the arrays are shared.
+
+    Args:
+      path: its folder.
+      target: the model it drafts for.
+      bits: of its own matrices; None: as they are.
+      layers: how many of its layers are used; None: all.
+    """
     found = checkpoints.read_draft(path, target.loaded.config, "draft_model", target.how.dtype)
-    model = decoder_model(found.config, kv_cache=target.how.kv_cache)
+    whole = decoder_model(found.config, kv_cache=target.how.kv_cache)
     how = target.how._replace(mesh=None, bits=bits)
-    weights = read_weights(found.weights, model.logical_axes, {}, how)
+    weights = read_weights(found.weights, whole.logical_axes, {}, how)
+    config = found.config
+    if layers is not None and layers != config.num_layers:
+        config, weights = first_layers(config, weights, layers)
+    model = decoder_model(config, kv_cache=target.how.kv_cache)
     if target.how.mesh is not None:
         weights = sharding.place_axes(model.logical_axes, weights, target.how.mesh)
     shared = {part: target.loaded.weights[part] for part in found.from_target.values()}

@@ -51,7 +51,9 @@ def _draft_model(
 ) -> _Build:
     tree = tree_of(tree, num_speculative_tokens)
     depth = 4 if num_speculative_tokens is None else num_speculative_tokens
-    given = (model is not None) + (draft_layers is not None)
+    own = model is not None and learned.method_of(model) == "draft_model"
+    # Of a draft that shares the target's embedding and head the first layers may be enough.
+    given = (model is not None) + (draft_layers is not None and not own)
     if given == 2 or (given == 0 and quantize is None):
         raise ValueError(
             'drafter "draft_model" needs one of "model" (a checkpoint) and "draft_layers" (how '
@@ -66,11 +68,11 @@ def _draft_model(
     ):
         raise ValueError(f"draft_layers must be an integer, got {draft_layers!r}")
 
-    def make(own: Model, mapped: bool = False) -> Drafter:
+    def make(network: Model, mapped: bool = False) -> Drafter:
         if tree is None and paths == 1:
-            return drafters.draft_model(own, depth, mapped=mapped)
+            return drafters.draft_model(network, depth, mapped=mapped)
         options = {"tree": tree, "paths": paths, "mapped": mapped}
-        return drafters.draft_tree(own, depth, **options)
+        return drafters.draft_tree(network, depth, **options)
 
     def build(target: Target) -> tuple[Drafter, PyTree]:
         if model is None:
@@ -82,13 +84,13 @@ def _draft_model(
                     f"the draft would be the target itself: quantize={quantize!r} of the drafter "
                     "needs a target of more bits, or a draft_layers"
                 )
-            own = decoder_model(config, kv_cache=target.how.kv_cache)
+            early = decoder_model(config, kv_cache=target.how.kv_cache)
             if bits is not None:
-                weights = _inbits_of(own, weights, bits, target.how.mesh)
-            return make(own), weights
-        if learned.method_of(model) == "draft_model":
-            own, weights = learned.within_target(Path(model), target, bits)
-            return make(own), weights
+                weights = _inbits_of(early, weights, bits, target.how.mesh)
+            return make(early), weights
+        if own:
+            draft, weights = learned.within_target(Path(model), target, bits, draft_layers)
+            return make(draft), weights
         draft = read(model, target.how._replace(bits=bits))
         ids = _vocabulary_map(draft, target.loaded)
         return make(draft.model, ids is not None), draft.weights if ids is None else (

@@ -82,10 +82,19 @@ class GuessesFn(Protocol):
 
 
 class LossFn(Protocol):
-    """The loss of a batch, a mean over its places, and how well they were guessed."""
+    """The loss of a batch, a mean over its places, and how well they were guessed.
+
+    `training` is False where it is only measured: nothing is dropped then.
+    """
 
     def __call__(
-        self, weights: PyTree, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+        self,
+        weights: PyTree,
+        frozen: Frozen,
+        batch: Batch,
+        choice: Choice,
+        key: Array,
+        training: bool = True,
     ) -> tuple[Array, Metrics]: ...
 
 

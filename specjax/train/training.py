@@ -167,7 +167,7 @@ def evaluate(
 
 @functools.lru_cache(maxsize=8)
 def _measure(recipe: Recipe) -> Callable[..., tuple[Array, Metrics]]:
-    return jax.jit(recipe.loss)
+    return jax.jit(functools.partial(recipe.loss, training=False))
 
 
 def train(

@@ -38,6 +38,8 @@ CASES = {
     "dspark": ("dspark", {**BLOCK, "markov_rank": 4}, False, 4),
     "dspark of fewer tokens": ("dspark", {**BLOCK, "markov_rank": 4, "draft_vocab": DV}, True, 4),
     "draft_model": ("draft_model", {}, False, 3),
+    "early_exit": ("early_exit", {"num_layers": 2}, False, 3),
+    "early_exit after a layer": ("early_exit", {"num_layers": 2}, False, 3),
 }
 
 
@@ -82,7 +84,7 @@ def _place(method: str, step: int, batch: Batch, key) -> tuple[int, ...]:
         return 0, n - 2 + step
     if method in ("medusa", "mtp"):
         return 0, n - 2
-    if method == "draft_model":
+    if method in ("draft_model", "early_exit"):
         return 0, n - 1 + step
     from specjax.train.recipes.blocks import _anchors
 
@@ -100,6 +102,10 @@ def test_guesses_in_training_are_those_of_drafting(name, target, tmp_path):
     plan.recipe.save(tmp_path / "drafter", weights, ids)
     how = "choices" if method == "medusa" else "num_speculative_tokens"  # a chain
     chosen = {"method": method, "model": tmp_path / "drafter", how: depth}
+    if method == "early_exit":
+        chosen["method"] = "draft_model"
+    if name == "early_exit after a layer":
+        chosen["draft_layers"] = 1
     params = specjax.load(target, drafter=chosen)
 
     drafted = _drafted(params, depth)
@@ -109,10 +115,10 @@ def test_guesses_in_training_are_those_of_drafting(name, target, tmp_path):
     key = jax.random.key(3)
     choice = choose(tokens, ids, np.zeros(0, int), ids.size, [0])
     found = plan.recipe.guesses(_stored(weights), frozen(loaded, ids), batch, choice, key)
-    steps = range(depth if method != "draft_model" else 3)
     guessed, known = [], []
-    for step in steps:
-        guess = found[0 if method == "draft_model" else step]
+    exits = {"draft_model": 0, "early_exit": 1, "early_exit after a layer": 0}
+    for step in range(depth):
+        guess = found[exits.get(name, step)]
         at = _place(method, step, batch, key)
         guessed.append(int(ids[np.argmax(guess.draft[at])]))
         known.append(float(guess.weights[at]))
@@ -189,9 +195,27 @@ def test_later_steps_see_their_own_past_only():
     [
         ("draft_model", {"divergence": "hellinger"}, "'hellinger' is not known; known: kl"),
         ("draft_model", {"layers": (0, 9)}, r"layers must be 2 of 0..2, got \(0, 9\)"),
+        ("early_exit", {"num_layers": 3}, "num_layers must be from 1 to 2, got 3"),
+        ("early_exit", {"num_layers": 2, "exits": (2, 1)}, r"in 1..2, got \(2, 1\)"),
+        ("early_exit", {"num_layers": 2, "dropout": 1.0}, "dropout must be from 0 to below 1"),
         ("dflash", {"mask_token_id": 0, "confidence": 1.0}, "needs a network with a confidence"),
     ],
 )
 def test_options_that_cannot_be(method, options, message):
     with pytest.raises(ValueError, match=message):
         PLANNERS[method].plan(toy.toy_target(), **options)
+
+
+def test_a_dropped_layer_adds_nothing(target):
+    from specjax.train.recipes.early_exit import _without
+
+    params = specjax.load(target)
+    plan = PLANNERS["early_exit"].plan(params, num_layers=2, exits=(1, 2))
+    tokens = np.random.default_rng(1).integers(0, V, 16)
+    batch, ids = _shown(params, tokens, plan.recipe.features), np.arange(V, dtype=np.int32)
+    choice = choose(tokens, ids, np.zeros(0, int), V, [0])
+    weights = _without(plan.start(jax.random.key(0)), jnp.array([True, False]))
+    first, second = plan.recipe.guesses(
+        weights, frozen(params, ids), batch, choice, jax.random.key(0)
+    )
+    np.testing.assert_allclose(first.draft, second.draft, atol=1e-5)

@@ -13,6 +13,7 @@ from jax import Array
 
 from specjax.models.block_decoder import BlockConfig
 from specjax.models.config import DecoderConfig
+from specjax.models.decoder import first_layers
 from specjax.models.eagle import EagleConfig
 from specjax.models.medusa import MedusaConfig
 from specjax.models.mtp import MtpConfig
@@ -20,6 +21,7 @@ from specjax.train.recipe import Recipe
 from specjax.train.recipes.blocks import block_recipe
 from specjax.train.recipes.distilled import distilled_recipe
 from specjax.train.recipes.eagle import eagle_recipe
+from specjax.train.recipes.early_exit import early_exit_recipe
 from specjax.train.recipes.medusa import medusa_recipe
 from specjax.train.recipes.mtp import mtp_recipe
 from specjax.types import Params, PyTree
@@ -201,6 +203,23 @@ def _draft_model(
     return Plan(recipe, lambda key: recipe.init(key, params))
 
 
+def _early_exit(
+    params: Params,
+    *,
+    num_layers: int | None = None,
+    exits: tuple[int, ...] | None = None,
+    **options: Any,
+) -> Plan:
+    config = params.model.config
+    count = max(1, config.num_layers // 4) if num_layers is None else num_layers
+    if not isinstance(count, int) or not 1 <= count < config.num_layers:
+        raise ValueError(f"num_layers must be from 1 to {config.num_layers - 1}, got {count!r}")
+    made, _ = first_layers(config, params.target, count)
+    exits = tuple(sorted({max(1, count // 2), count})) if exits is None else tuple(exits)
+    recipe = early_exit_recipe(params, made, exits=exits, **options)
+    return Plan(recipe, lambda key: recipe.init(key, params))
+
+
 def _softened(params: Params) -> PyTree:
     """The target's last norm, scaled down."""
     return jax.tree.map(lambda x: _HEAD_SCALE * x.astype(jnp.float32), params.target["norm"])
@@ -214,4 +233,5 @@ PLANNERS: Mapping[str, Planner] = {
     "dflash": Planner(functools.partial(_block, False), own_vocabulary=True, mask=True),
     "dspark": Planner(functools.partial(_block, True), own_vocabulary=True, mask=True),
     "draft_model": Planner(_draft_model),
+    "early_exit": Planner(_early_exit),
 }

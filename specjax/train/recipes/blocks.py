@@ -137,7 +137,12 @@ def block_recipe(
         return value
 
     def loss(
-        weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+        weights: Any,
+        frozen: Frozen,
+        batch: Batch,
+        choice: Choice,
+        key: Array,
+        training: bool = True,
     ) -> tuple[Array, Metrics]:
         found = guesses(weights, frozen, batch, choice, key)
         return by_step(found, value, math.exp(-1 / gamma))

@@ -34,7 +34,7 @@ from specjax.train.recipe import (
 from specjax.train.windows import Batch
 from specjax.types import Params
 
-__all__ = ["DIVERGENCES", "distilled_recipe"]
+__all__ = ["DIVERGENCES", "distilled_recipe", "shared_parts"]
 
 # (target's logits, draft's logits, weights of the places) -> a value a place
 DIVERGENCES: Mapping[str, Callable[[Array, Array, Array], Array]] = {
@@ -43,6 +43,11 @@ DIVERGENCES: Mapping[str, Callable[[Array, Array, Array], Array]] = {
     "total_variation": lambda target, draft, weights: losses.total_variation(target, draft),
     "tvd++": losses.tvd_plus_plus,
 }
+
+
+def shared_parts(config: DecoderConfig) -> tuple[str, ...]:
+    """The parts of a draft that are the target's."""
+    return ("embed",) if config.tie_embeddings else ("embed", "head")
 
 
 def distilled_recipe(
@@ -81,7 +86,7 @@ def distilled_recipe(
         raise ValueError(
             f"layers must be {config.num_layers} of 0..{decoder.num_layers - 1}, got {layers}"
         )
-    shared = ("embed",) if config.tie_embeddings else ("embed", "head")
+    shared = shared_parts(config)
     model = decoder_model(config)
     last = decoder.num_layers
 
@@ -100,7 +105,12 @@ def distilled_recipe(
         return [Guess(target, draft, here, answer)]
 
     def loss(
-        weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+        weights: Any,
+        frozen: Frozen,
+        batch: Batch,
+        choice: Choice,
+        key: Array,
+        training: bool = True,
     ) -> tuple[Array, Metrics]:
         (guess,) = guesses(weights, frozen, batch, choice, key)
         value = DIVERGENCES[divergence](guess.target, guess.draft, guess.weights)

@@ -116,7 +116,12 @@ def eagle_recipe(
         return value + regression * losses.smooth_l1(*guess.extra) if regression else value
 
     def loss(
-        weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+        weights: Any,
+        frozen: Frozen,
+        batch: Batch,
+        choice: Choice,
+        key: Array,
+        training: bool = True,
     ) -> tuple[Array, Metrics]:
         return by_step(guesses(weights, frozen, batch, choice, key), value, decay)
 

@@ -71,7 +71,12 @@ def mtp_recipe(
         return found
 
     def loss(
-        weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
+        weights: Any,
+        frozen: Frozen,
+        batch: Batch,
+        choice: Choice,
+        key: Array,
+        training: bool = True,
     ) -> tuple[Array, Metrics]:
         found = guesses(weights, frozen, batch, choice, key)
         value = lambda guess: losses.soft_cross_entropy(guess.target, guess.draft)
