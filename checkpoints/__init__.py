@@ -6,7 +6,7 @@ from specjax.checkpoints.draft_reading import DraftCheckpoint, draft_format, rea
 from specjax.checkpoints.draft_writing import save_draft
 from specjax.checkpoints.orbax_folder import verify
 from specjax.checkpoints.reading import Checkpoint, read
-from specjax.checkpoints.registry import available, resolve
+from specjax.checkpoints.registry import available, bundled, resolve
 from specjax.checkpoints.tokenizer import Detokenizer, Tokenizer
 from specjax.checkpoints.writing import convert, save
 
@@ -16,6 +16,7 @@ __all__ = [
     "DraftCheckpoint",
     "Tokenizer",
     "available",
+    "bundled",
     "convert",
     "draft_format",
     "read",

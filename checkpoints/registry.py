@@ -10,7 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Availability", "Entry", "available", "entries", "resolve"]
+__all__ = ["Availability", "Entry", "available", "bundled", "entries", "resolve"]
+
+_BUNDLED = Path(__file__).parent / "bundled"  # NAME/METHOD: drafters that come with the package
 
 
 class Entry(NamedTuple):
@@ -95,6 +97,15 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
             "GGUF file."
         )
     return path
+
+
+def bundled(target: Path, method: str) -> Path | None:
+    """The drafter of a method that comes with the package, for the checkpoint at `target`."""
+    for entry in entries().values():
+        folder = _BUNDLED / entry.name / method
+        if (folder / "config.json").is_file() and _locate(entry) == target:
+            return folder
+    return None
 
 
 def _locate(entry: Entry) -> Path | None:

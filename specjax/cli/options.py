@@ -32,6 +32,7 @@ __all__ = [
     "MinP",
     "Model",
     "NumSpeculativeTokens",
+    "Online",
     "Out",
     "Plain",
     "PresencePenalty",
@@ -437,6 +438,14 @@ TrainingOptions = Annotated[
         "--training",
         metavar="JSON",
         help='Settings of the loop, e.g. \'{"rows": 16, "learning_rate": 0.001}\'.',
+        rich_help_panel=_TRAINING,
+    ),
+]
+Online = Annotated[
+    bool,
+    typer.Option(
+        "--online",
+        help="Compute the model's states when they are needed; do not keep them on disk.",
         rich_help_panel=_TRAINING,
     ),
 ]

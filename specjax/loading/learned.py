@@ -17,7 +17,7 @@ from specjax.models.medusa import medusa_heads
 from specjax.models.mtp import mtp_network
 from specjax.types import Drafter, Model, PyTree
 
-__all__ = ["METHODS", "method_of", "within_target"]
+__all__ = ["METHODS", "method_of", "own_drafter", "within_target"]
 
 _Build = Callable[[Target], tuple[Drafter, PyTree]]
 
@@ -58,13 +58,7 @@ def _build(
         )
 
     def build(target: Target) -> tuple[Drafter, PyTree]:
-        own = target.loaded.checkpoint.path
-        if model is None and (not own.is_dir() or checkpoints.draft_format(own, method) is None):
-            raise ValueError(
-                f'the drafter {method!r} needs "model", the folder of its checkpoint: the target '
-                f"{own} holds none"
-            )
-        path = own if model is None else Path(model)
+        path = own_drafter(method, target) if model is None else Path(model)
         found = checkpoints.read_draft(path, target.loaded.config, method, target.how.dtype)
         given = {name: value for name, value in options.items() if value is not None}
         mapped = {} if found.offsets is None else {"mapped": True}
@@ -76,6 +70,24 @@ def _build(
         return drafter, weights
 
     return build
+
+
+def own_drafter(method: str, target: Target) -> Path:
+    """The drafter that lies within the target's own folder, or comes with the package for it.
+
+    Raises:
+      ValueError: there is none.
+    """
+    own = target.loaded.checkpoint.path
+    if own.is_dir() and checkpoints.draft_format(own, method) is not None:
+        return own
+    found = checkpoints.bundled(own, method)
+    if found is None:
+        raise ValueError(
+            f'the drafter {method!r} needs "model", the folder of its checkpoint: the target '
+            f"{own} holds none, and none comes with the package"
+        )
+    return found
 
 
 def _weights(found: checkpoints.DraftCheckpoint, axes: Any, target: Target) -> PyTree:

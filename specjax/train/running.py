@@ -21,7 +21,7 @@ from specjax.train.recipe import frozen
 from specjax.train.recipes import PLANNERS, Plan, default_features
 from specjax.train.texts import Writing, read_shards, write_texts
 from specjax.train.training import Progress, Training, train
-from specjax.train.windows import held_out, open_windows
+from specjax.train.windows import held_out, open_tokens, open_windows
 from specjax.types import Params
 
 __all__ = ["Job", "Stage", "Watcher", "batch_plan", "make_texts", "stated_bytes", "train_drafter"]
@@ -42,6 +42,7 @@ class Job(NamedTuple):
     training: Mapping[str, Any] = {}  # fields of `Training`, for those who know
     writing: Mapping[str, Any] = {}  # fields of `Writing`
     window: int = 384
+    online: bool = False  # states are computed when they are needed, and not kept on disk
     dtype: str | None = None  # of the target
     mesh: Mesh | None = None
 
@@ -77,7 +78,7 @@ def make_texts(
       ValueError: the folder holds texts of other settings, or there is no room on the disk.
     """
     prompts = None if job.data is None else read_prompts(params, job.data)
-    features = default_features(params.model.config)
+    features = () if job.online else default_features(params.model.config)
     writing = Writing(
         features=features, data="" if job.data is None else job.data.name, **job.writing
     )
@@ -136,11 +137,11 @@ def train_drafter(
     shards = list(read_shards(folder))
     counts = token_counts((shard.tokens for shard in shards), params.model.vocab_size)
     plan, draft_ids = _planned(params, job, counts)
-    windows, held = held_out(
-        open_windows(folder, job.window, plan.recipe.features),
-        0.05,
-        seed=job.writing.get("seed", 0),
-    )
+    if job.online:
+        every = open_tokens(folder, job.window)
+    else:
+        every = open_windows(folder, job.window, plan.recipe.features)
+    windows, held = held_out(every, 0.05, seed=job.writing.get("seed", 0))
     training = batch_plan(job, len(windows.places))
     frequent = np.argsort(-counts[draft_ids], kind="stable")[:_FREQUENT]
 
@@ -156,6 +157,7 @@ def train_drafter(
         training,
         job.out / "training",
         frequent=frequent,
+        model=params.model if job.online else None,
         mesh=job.mesh,
         report=report,
     )

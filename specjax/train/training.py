@@ -30,8 +30,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from specjax import sharding
 from specjax.train.choosing import choose
 from specjax.train.recipe import Choice, Frozen, Metrics, Recipe
-from specjax.train.windows import Batch, Windows, batch_at
-from specjax.types import PyTree, record
+from specjax.train.windows import Batch, Windows, batch_at, with_states
+from specjax.types import Model, PyTree, record
 
 __all__ = ["Progress", "TrainState", "Training", "evaluate", "optimizer", "train", "train_step"]
 
@@ -99,6 +99,7 @@ def optimizer(training: Training) -> optax.GradientTransformation:
 
 def train_step(
     recipe: Recipe,
+    model: Model | None,
     rule: optax.GradientTransformation,
     compute_dtype: str,
     state: TrainState,
@@ -111,6 +112,8 @@ def train_step(
 
     Args:
       recipe: what is trained, and its loss.
+      model: the target, where batches come without its states and they are computed here; None
+        where batches hold them.
       rule: the optimizer.
       compute_dtype: matrices are rounded to it on their way into products.
       state: weights in float32.
@@ -125,6 +128,7 @@ def train_step(
 
     def loss(weights: PyTree, part: Batch, key: Array) -> tuple[Array, Metrics]:
         small = lambda x: x.astype(compute_dtype) if x.ndim > 1 else x
+        part = _complete(recipe, model, frozen, part)
         return recipe.loss(jax.tree.map(small, weights), frozen, part, choice, key)
 
     def add(total: PyTree, part: tuple[Batch, Array]) -> tuple[PyTree, None]:
@@ -145,8 +149,16 @@ def train_step(
     return state, value / count, metrics
 
 
+def _complete(recipe: Recipe, model: Model | None, frozen: Frozen, batch: Batch) -> Batch:
+    """The batch with the states that the recipe needs."""
+    if model is None:
+        return batch
+    return with_states(model, frozen.target, batch, recipe.features)
+
+
 def evaluate(
     recipe: Recipe,
+    model: Model | None,
     weights: PyTree,
     frozen: Frozen,
     windows: Windows,
@@ -154,7 +166,7 @@ def evaluate(
     rows: int,
 ) -> tuple[float, Metrics]:
     """Loss and metrics on the first `rows` windows, over the whole of the draft's vocabulary."""
-    run = _measure(recipe)
+    run = _measure(recipe, model)
     everything = choose(np.zeros(0, np.int32), draft_ids, np.zeros(0, np.int32), draft_ids.size, [])
     values, sums = [], []
     for i in range(min(rows, len(windows.places))):
@@ -166,8 +178,12 @@ def evaluate(
 
 
 @functools.lru_cache(maxsize=8)
-def _measure(recipe: Recipe) -> Callable[..., tuple[Array, Metrics]]:
-    return jax.jit(functools.partial(recipe.loss, training=False))
+def _measure(recipe: Recipe, model: Model | None) -> Callable[..., tuple[Array, Metrics]]:
+    def run(weights, frozen, batch, choice, key):
+        batch = _complete(recipe, model, frozen, batch)
+        return recipe.loss(weights, frozen, batch, choice, key, training=False)
+
+    return jax.jit(run)
 
 
 def train(
@@ -180,6 +196,7 @@ def train(
     folder: str | os.PathLike[str],
     *,
     frequent: np.ndarray,
+    model: Model | None = None,
     mesh: Mesh | None = None,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[PyTree, bool]:
@@ -194,6 +211,7 @@ def train(
       training: how long and how fast.
       folder: for checkpoints and the log `curve.jsonl`.
       frequent: draft ids that are always among the tokens that laws are compared on.
+      model: the target, for windows without states; None: windows hold them.
       mesh: with axes "data" (rows) and "model" (parts of weights).
       report: is called with every line of the log.
 
@@ -212,7 +230,8 @@ def train(
     _check_settings(folder / "training.json", {"recipe": recipe.name, **training._asdict()})
     rule = optimizer(training)
     run = jax.jit(
-        functools.partial(train_step, recipe, rule, training.compute_dtype), donate_argnums=0
+        functools.partial(train_step, recipe, model, rule, training.compute_dtype),
+        donate_argnums=0,
     )
     state = TrainState(
         # A copy: the first step donates it.
@@ -254,7 +273,7 @@ def train(
                 every = training.measure_every
                 if last or (every and (step + 1) % every == 0):
                     value, sums = evaluate(
-                        recipe, state.weights, frozen, held, draft_ids, training.measure_rows
+                        recipe, model, state.weights, frozen, held, draft_ids, training.measure_rows
                     )
                     line = _progress(step + 1, (step + 1) * size, value, sums)
                     report(curve.write(line._replace(rate=rate, measured=True)))

@@ -7,6 +7,7 @@ batches it would have had.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -19,9 +20,17 @@ import numpy as np
 from jax import Array
 
 from specjax.train.texts import Shard, read_shards
-from specjax.types import record, static
+from specjax.types import Model, PyTree, record, static
 
-__all__ = ["Batch", "Windows", "batch_at", "held_out", "open_windows"]
+__all__ = [
+    "Batch",
+    "Windows",
+    "batch_at",
+    "held_out",
+    "open_tokens",
+    "open_windows",
+    "with_states",
+]
 
 
 @record
@@ -73,7 +82,18 @@ def open_windows(
             f"the folder {str(folder)!r} holds states of the layers {list(held)}, wanted "
             f"{list(features)}; write its texts anew with features={list(features)}"
         )
-    columns = [held.index(i) for i in features]
+    return _cut_up(folder, length, features, [held.index(i) for i in features])
+
+
+def open_tokens(folder: str | os.PathLike[str], length: int) -> Windows:
+    """As `open_windows`, without states: for `with_states`, which computes them when they are
+    needed."""
+    return _cut_up(folder, length, (), [])
+
+
+def _cut_up(
+    folder: str | os.PathLike[str], length: int, features: tuple[int, ...], columns: list[int]
+) -> Windows:
     shards, places = [], []
     for number, shard in enumerate(read_shards(folder)):
         shards.append(shard._replace(states=tuple(shard.states[i] for i in columns)))
@@ -117,9 +137,27 @@ def batch_at(windows: Windows, step: int, rows: int, seed: int = 0) -> Batch:
         texts=np.stack(texts),
         known=np.stack(known),
         answer=np.stack(answer),
-        states=tuple(np.stack(one) for one in zip(*states, strict=True)),
+        states=tuple(np.stack(one) for one in zip(*states, strict=True)),  # () without features
         features=windows.features,
     )
+
+
+def with_states(model: Model, target: PyTree, batch: Batch, features: tuple[int, ...]) -> Batch:
+    """The batch with the target's states, by one pass in which each text sees itself alone.
+
+    Args:
+      model: the target.
+      target: its weights.
+      batch: tokens `[B, T]`.
+      features: which states.
+    """
+    rows, length = batch.tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    same = batch.texts[:, :, None] == batch.texts[:, None, :]
+    mask = same & jnp.tril(jnp.ones((1, length, length), bool))
+    cache = model.init_cache(target, rows, 0)
+    out = model.forward(target, batch.tokens, positions, cache, mask, features=features)
+    return dataclasses.replace(batch, states=out.features, features=features)
 
 
 @functools.lru_cache(maxsize=4)

@@ -38,6 +38,7 @@ CASES = {
     "dspark": ("dspark", {**BLOCK, "markov_rank": 4}, False, 4),
     "dspark of fewer tokens": ("dspark", {**BLOCK, "markov_rank": 4, "draft_vocab": DV}, True, 4),
     "draft_model": ("draft_model", {}, False, 3),
+    "narrow draft_model": ("draft_model", {"intermediate_size": 24}, False, 3),
     "early_exit": ("early_exit", {"num_layers": 2}, False, 3),
     "early_exit after a layer": ("early_exit", {"num_layers": 2}, False, 3),
 }
@@ -116,7 +117,12 @@ def test_guesses_in_training_are_those_of_drafting(name, target, tmp_path):
     choice = choose(tokens, ids, np.zeros(0, int), ids.size, [0])
     found = plan.recipe.guesses(_stored(weights), frozen(loaded, ids), batch, choice, key)
     guessed, known = [], []
-    exits = {"draft_model": 0, "early_exit": 1, "early_exit after a layer": 0}
+    exits = {
+        "draft_model": 0,
+        "narrow draft_model": 0,
+        "early_exit": 1,
+        "early_exit after a layer": 0,
+    }
     for step in range(depth):
         guess = found[exits.get(name, step)]
         at = _place(method, step, batch, key)

@@ -18,6 +18,7 @@ from jax import Array
 from specjax.checkpoints import save_draft
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import decoder_model, random_weights
+from specjax.models.quantized import as_array
 from specjax.train import losses
 from specjax.train.recipe import (
     Choice,
@@ -121,7 +122,10 @@ def distilled_recipe(
         for part in shared:
             del weights[part]
         if layers is not None:
-            weights["layers"] = {i: params.target["layers"][j] for i, j in enumerate(layers)}
+            size = config.intermediate_size
+            weights["layers"] = {
+                i: _narrowed(params.target["layers"][j], size) for i, j in enumerate(layers)
+            }
             weights["norm"] = params.target["norm"]
         return weights
 
@@ -146,3 +150,26 @@ def distilled_recipe(
         logical_axes=axes,
         save=save,
     )
+
+
+def _narrowed(layer: Any, size: int) -> Any:
+    """A layer whose feed-forward block keeps the `size` inner units with the largest weights."""
+    mlp = layer["mlp"]
+    wide = mlp["down"]["weight"].shape[1]
+    if size == wide:
+        return layer
+    strength = jnp.linalg.norm(as_array(mlp["down"]["weight"]), axis=0)
+    for name in mlp.keys() - {"down"}:
+        strength = strength * jnp.linalg.norm(as_array(mlp[name]["weight"]), axis=1)
+    kept = jnp.sort(jnp.argsort(-strength)[:size])
+
+    def cut(name: str, path: str, leaf: Any) -> Any:
+        if name != "down":
+            return as_array(leaf)[kept]
+        return as_array(leaf)[:, kept] if path == "weight" else leaf
+
+    parts = {
+        name: {path: cut(name, path, leaf) for path, leaf in part.items()}
+        for name, part in mlp.items()
+    }
+    return {**layer, "mlp": parts}
