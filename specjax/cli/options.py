@@ -419,7 +419,7 @@ Prompts = Annotated[
     typer.Option(
         metavar="FILE",
         help="Prompts to measure the drafter on when it is done, as for `specjax eval`.",
-        show_default="none",
+        show_default="texts that were not trained on",
         rich_help_panel=_TRAINING,
     ),
 ]

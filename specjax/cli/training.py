@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from specjax import loading
 from specjax.train.evaluation import Group, Report, evaluate_prompts, read_groups
-from specjax.train.running import Job, Stage, train_drafter
+from specjax.train.running import Job, Stage, held_out_prompts, train_drafter
 from specjax.types import Params
 
 __all__ = ["Evaluation", "mesh_argument", "run_eval", "run_train"]
@@ -112,35 +113,31 @@ def run_train(job: Job, prompts: Path | None) -> None:
     if made is None:
         console.print("Stopped. The same command goes on from here.")
         raise typer.Exit(130)
-    if prompts is not None:
-        params = loading.load(job.target, drafter=made, dtype=job.dtype)
-        report = _measured(console, params, Evaluation(job.target, made, prompts))
-        (job.out / "evaluation.json").write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    params = loading.load(job.target, drafter=made, dtype=job.dtype)
+    groups = held_out_prompts(job) if prompts is None else read_groups(prompts)
+    report = _measured(console, params, groups)
+    (job.out / "evaluation.json").write_text(json.dumps(report.as_json(), indent=1) + "\n")
     typer.echo(f"params = specjax.load({job.target!r}, drafter={str(made)!r})")
 
 
 def run_eval(job: Evaluation, as_json: bool) -> None:
     """Measures a drafter: a table, or JSON on standard output."""
     console = Console(stderr=True, highlight=False)
-    read_groups(job.data, job.limit)  # a bad file is refused before anything is loaded
+    groups = read_groups(job.data, job.limit)  # a bad file is refused before anything is loaded
     with console.status("Loading ..."):
         params = loading.load(job.target, drafter=job.drafter, dtype=job.dtype)
-    report = _measured(console, params, job)
+    options = {"max_new_tokens": job.tokens, "temperature": job.temperature}
+    report = _measured(console, params, groups, rows=job.rows, seed=job.seed, **options)
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=1))
 
 
-def _measured(console: Console, params: Params, job: Evaluation) -> Report:
+def _measured(
+    console: Console, params: Params, groups: Mapping[str, Any], **options: Any
+) -> Report:
     found: dict[str, Group] = {}
     with console.status("Decoding ...") as status:
-        for name, group in evaluate_prompts(
-            params,
-            read_groups(job.data, job.limit),
-            max_new_tokens=job.tokens,
-            temperature=job.temperature,
-            rows=job.rows,
-            seed=job.seed,
-        ):
+        for name, group in evaluate_prompts(params, groups, **options):
             found[name] = group
             status.update(f"Decoding ... {name}: tau {group.tau:.2f}")
     report = Report(found)

@@ -182,7 +182,7 @@ def judged(drafter: Drafter) -> Drafter:
 
 def evaluate_prompts(
     params: Params,
-    groups: Mapping[str, Sequence[str]],
+    groups: Mapping[str, Sequence[str | Sequence[int]]],
     *,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -194,7 +194,7 @@ def evaluate_prompts(
 
     Args:
       params: from `specjax.load`, with a drafter.
-      groups: prompts by name.
+      groups: prompts by name, as texts (users' messages) or as token ids.
       max_new_tokens: of each answer.
       temperature: of target and drafts; 0 is greedy.
       rows: prompts decoded at a time. They do not change tau.
@@ -213,7 +213,8 @@ def evaluate_prompts(
         params = params.replace(drafter=judged(params.drafter))
     for name, texts in groups.items():
         # Prompts of like length share a batch, so that less of it is padding.
-        ids = sorted((encode_prompt(params, text) for text in texts), key=len)
+        encode = lambda x: encode_prompt(params, x) if isinstance(x, str) else list(x)
+        ids = sorted((encode(text) for text in texts), key=len)
         parts = []
         for at in range(0, len(ids), rows):
             part = ids[at : at + rows]

@@ -21,10 +21,19 @@ from specjax.train.recipe import frozen
 from specjax.train.recipes import PLANNERS, Plan, default_features
 from specjax.train.texts import Writing, read_shards, write_texts
 from specjax.train.training import Progress, Training, train
-from specjax.train.windows import held_out, open_tokens, open_windows
+from specjax.train.windows import Windows, held_out, open_windows
 from specjax.types import Params
 
-__all__ = ["Job", "Stage", "Watcher", "batch_plan", "make_texts", "stated_bytes", "train_drafter"]
+__all__ = [
+    "Job",
+    "Stage",
+    "Watcher",
+    "batch_plan",
+    "held_out_prompts",
+    "make_texts",
+    "stated_bytes",
+    "train_drafter",
+]
 
 
 class Job(NamedTuple):
@@ -58,6 +67,7 @@ class Stage(NamedTuple):
 
 Watcher = Callable[[Stage], None]
 
+_HELD = 0.05  # share of the texts that is not trained on
 _FREQUENT = 1024  # tokens that every step compares laws on
 
 
@@ -137,11 +147,8 @@ def train_drafter(
     shards = list(read_shards(folder))
     counts = token_counts((shard.tokens for shard in shards), params.model.vocab_size)
     plan, draft_ids = _planned(params, job, counts)
-    if job.online:
-        every = open_tokens(folder, job.window)
-    else:
-        every = open_windows(folder, job.window, plan.recipe.features)
-    windows, held = held_out(every, 0.05, seed=job.writing.get("seed", 0))
+    features = () if job.online else plan.recipe.features
+    windows, held = _split(job, open_windows(folder, job.window, features))
     training = batch_plan(job, len(windows.places))
     frequent = np.argsort(-counts[draft_ids], kind="stable")[:_FREQUENT]
 
@@ -165,6 +172,31 @@ def train_drafter(
         return None
     plan.recipe.save(made, weights, draft_ids)
     return made
+
+
+def held_out_prompts(job: Job, most: int = 8) -> dict[str, list[list[int]]]:
+    """Prompts by kind from the texts that were not trained on.
+
+    Args:
+      job: what was trained.
+      most: of a kind.
+    """
+    folder = job.out / "texts" if job.texts is None else job.texts
+    _, held = _split(job, open_windows(folder, job.window, ()))
+    found: dict[str, list[list[int]]] = {}
+    for number in sorted(set(held.places[:, 0].tolist())):
+        shard = held.shards[number]
+        starts = np.cumsum(shard.lengths) - shard.lengths
+        group = found.setdefault(shard.kind, [])
+        for start, prompt in zip(starts, shard.prompts, strict=True):
+            group.append(shard.tokens[start : start + prompt].tolist())
+    pick = lambda x: [x[i] for i in np.linspace(0, len(x) - 1, min(most, len(x))).astype(int)]
+    return {kind: pick(prompts) for kind, prompts in found.items()}
+
+
+def _split(job: Job, windows: Windows) -> tuple[Windows, Windows]:
+    """To train on, and to measure on."""
+    return held_out(windows, _HELD, seed=job.writing.get("seed", 0))
 
 
 def _planned(params: Params, job: Job, counts: np.ndarray) -> tuple[Plan, np.ndarray]:

@@ -27,7 +27,6 @@ __all__ = [
     "Windows",
     "batch_at",
     "held_out",
-    "open_tokens",
     "open_windows",
     "with_states",
 ]
@@ -69,31 +68,20 @@ def open_windows(
     Args:
       folder: of the texts, with states.
       length: T, tokens of a window.
-      features: which states; None: all that are there.
+      features: which states; None: all that are there; (): none, for `with_states`.
 
     Raises:
-      ValueError: no texts, no states, states that are not there, or not one whole window.
+      ValueError: no texts, states that are not there, or not one whole window.
     """
     about = Path(folder) / "texts.json"
     held = tuple(json.loads(about.read_text())["features"]) if about.exists() else ()
     features = held if features is None else tuple(features)
-    if not features or set(features) - set(held):
+    if set(features) - set(held):
         raise ValueError(
             f"the folder {str(folder)!r} holds states of the layers {list(held)}, wanted "
             f"{list(features)}; write its texts anew with features={list(features)}"
         )
-    return _cut_up(folder, length, features, [held.index(i) for i in features])
-
-
-def open_tokens(folder: str | os.PathLike[str], length: int) -> Windows:
-    """As `open_windows`, without states: for `with_states`, which computes them when they are
-    needed."""
-    return _cut_up(folder, length, (), [])
-
-
-def _cut_up(
-    folder: str | os.PathLike[str], length: int, features: tuple[int, ...], columns: list[int]
-) -> Windows:
+    columns = [held.index(i) for i in features]
     shards, places = [], []
     for number, shard in enumerate(read_shards(folder)):
         shards.append(shard._replace(states=tuple(shard.states[i] for i in columns)))
@@ -104,13 +92,22 @@ def _cut_up(
 
 
 def held_out(windows: Windows, share: float, seed: int = 0) -> tuple[Windows, Windows]:
-    """Splits windows into those to train on and those to measure on, whole shards each."""
+    """Splits windows into those to train on and those to measure on, whole shards each.
+
+    Raises:
+      ValueError: there is only one window.
+    """
+    if len(windows.places) < 2:
+        raise ValueError(
+            f"the texts give one window of {windows.length} tokens; wanted two at least, one to "
+            "measure on: give more tokens"
+        )
     order = np.random.default_rng([seed, 2]).permutation(len(windows.shards))
     kept = set(order[: max(1, round(share * len(order)))].tolist())
     out = np.isin(windows.places[:, 0], list(kept))
     if out.all() or not out.any():  # one shard only
         count = len(windows.places)
-        out = np.arange(count) >= max(1, round(count * (1 - share)))
+        out = np.arange(count) >= min(count - 1, max(1, round(count * (1 - share))))
     return windows._replace(places=windows.places[~out]), windows._replace(
         places=windows.places[out]
     )

@@ -103,4 +103,6 @@ def test_what_cannot_be_opened(folder, tmp_path):
     with pytest.raises(ValueError, match="shorter than one window of 100000"):
         open_windows(folder, 100_000)
     with pytest.raises(ValueError, match="holds states of the layers"):
+        open_windows(tmp_path, T, (0,))
+    with pytest.raises(ValueError, match="has no texts"):
         open_windows(tmp_path, T)
