@@ -69,12 +69,20 @@ def attend(
             equation, a.astype(b.dtype), b, precision=precision, preferred_element_type=jnp.float32
         )
 
-    def scores(equation: str, keys: Held) -> Array:
+    def scores(keys: Held) -> Array:
         if isinstance(keys, QuantizedTensor):
-            s = product(equation, q, keys.values.astype(keys.dtype)) * _by_token(keys)
+            s = by_key(keys.values.astype(keys.dtype)) * _by_token(keys)
         else:
-            s = product(equation, q, keys)
+            s = by_key(keys)
         return s if softcap is None else softcap * jnp.tanh(s / softcap)
+
+    def by_key(keys: Array) -> Array:
+        if jax.default_backend() != "cpu":
+            return product("bgxd,bgsd->bgxs", q, keys)
+        # The long operand on the left: for a few queries XLA's CPU backend is twice as fast. The
+        # barrier keeps it from turning the product round again.
+        turned = product("bgsd,bgxd->bgsx", keys, q.astype(keys.dtype))
+        return jax.lax.optimization_barrier(turned).swapaxes(2, 3)
 
     def weighted(equation: str, weights: Array, values: Held) -> Array:
         if isinstance(values, QuantizedTensor):
@@ -83,8 +91,7 @@ def attend(
         return product(equation, weights, values)
 
     slots = cache[0].shape[2]
-    old = scores("bgxd,bgsd->bgxs", cache[0])
-    new = scores("bgxd,bgtd->bgxt", block[0])
+    old, new = scores(cache[0]), scores(block[0])
     if window is None:
         seen = jnp.arange(slots)[None, :] < here.lengths[:, None]  # [B, S]
         old = jnp.where(seen[:, None, None, :], old, -jnp.inf)
