@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 
 import specjax
 from specjax import Params, drafters
@@ -40,9 +42,26 @@ def toy_target() -> Params:
     )
 
 
-def saved_target(folder: Path) -> Path:
-    """The toy target as a checkpoint that `specjax.load` reads."""
-    return specjax.save(toy_target(), folder / "target").result()
+def saved_target(folder: Path, *, chat: bool = False) -> Path:
+    """The toy target as a checkpoint that `specjax.load` reads.
+
+    Args:
+      folder: where its folder is made.
+      chat: with a tokenizer, of the words w0 w1 ..., and a chat template.
+    """
+    path = specjax.save(toy_target(), folder / "target").result()
+    if chat:
+        words = {f"w{i}": i for i in range(CONFIG.vocab_size)}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        made.save(str(path / "tokenizer.json"))
+        template = (
+            "{% for m in messages %}w1 {{ m.content }} w2 {% endfor %}"
+            "{% if add_generation_prompt %}w3{% endif %}"
+        )
+        about = {"chat_template": template}
+        (path / "tokenizer_config.json").write_text(json.dumps(about))
+    return path
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
