@@ -19,6 +19,7 @@ from specjax.train.choosing import draft_vocabulary, token_counts
 from specjax.train.prompts import read_prompts
 from specjax.train.recipe import frozen
 from specjax.train.recipes import PLANNERS, Plan, default_features
+from specjax.train.settings import agree
 from specjax.train.texts import Writing, read_shards, write_texts
 from specjax.train.training import Progress, Training, train
 from specjax.train.windows import Windows, held_out, open_windows
@@ -137,6 +138,8 @@ def train_drafter(
         raise ValueError(
             f"drafter {job.drafter!r} cannot be trained; those that can: {', '.join(PLANNERS)}"
         )
+    made_with = {k: v for k, v in job._asdict().items() if k not in ("out", "texts", "mesh")}
+    agree(job.out / "job.json", made_with, "a drafter")
     made = job.out / "drafter"
     if made.exists():
         return made

@@ -6,7 +6,6 @@ work, and a run that was stopped goes on where it was: what is there is not made
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from specjax.sampling import Sampling
 from specjax.train.prompts import KINDS, Kind, self_instruction
 from specjax.train.recording import decode_with_states
+from specjax.train.settings import agree
 from specjax.types import Params
 
 __all__ = [
@@ -122,18 +122,7 @@ def write_texts(
       ValueError: the folder holds texts of other settings.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = json.loads(json.dumps({"target": params.name, **_settings(writing)}))
-    about = folder / "texts.json"
-    if about.exists():
-        if (found := json.loads(about.read_text())) != settings:
-            changed = sorted(k for k in settings if found.get(k) != settings[k])
-            raise ValueError(
-                f"the folder {str(folder)!r} holds texts of other settings ({', '.join(changed)} "
-                "differ); choose another folder"
-            )
-    else:
-        _write(about, json.dumps(settings, indent=1).encode())
+    agree(folder / "texts.json", {"target": params.name, **_settings(writing)}, "texts")
     for shard in shards:
         path = folder / f"text-{shard:05d}.npz"
         if not path.exists():
@@ -231,10 +220,4 @@ def _write_states(folder: Path, shard: int, found: Sequence[Conversation]) -> No
             held[i, at : at + len(states)] = states.view(np.uint16)
         at += len(conversation.tokens)
     held.flush()
-    os.replace(part, path)
-
-
-def _write(path: Path, data: bytes) -> None:
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_bytes(data)
     os.replace(part, path)

@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from specjax import sharding
 from specjax.train.choosing import choose
 from specjax.train.recipe import Choice, Frozen, Metrics, Recipe
+from specjax.train.settings import agree
 from specjax.train.windows import Batch, Windows, batch_at, with_states
 from specjax.types import Model, PyTree, record
 
@@ -226,8 +227,8 @@ def train(
         raise ValueError(f"rows={training.rows} must be a multiple of {training.accumulate=}")
     mesh = None if mesh is None else sharding.auto(mesh)
     folder = Path(folder).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    _check_settings(folder / "training.json", {"recipe": recipe.name, **training._asdict()})
+    made_with = {"recipe": recipe.name, "windows": len(windows.places), **training._asdict()}
+    agree(folder / "training.json", made_with, "a run")
     rule = optimizer(training)
     run = jax.jit(
         functools.partial(train_step, recipe, model, rule, training.compute_dtype),
@@ -318,21 +319,6 @@ def _progress(step: int, tokens: int, loss: Any, metrics: Metrics) -> Progress:
         accepted=share(metrics.accepted),
         rate=0.0,
     )
-
-
-def _check_settings(path: Path, settings: dict[str, Any]) -> None:
-    settings = json.loads(json.dumps(settings))
-    if not path.exists():
-        path.write_text(json.dumps(settings, indent=1))
-        return
-    found = json.loads(path.read_text())
-    changed = sorted(k for k in settings | found if settings.get(k) != found.get(k))
-    if changed:
-        raise ValueError(
-            f"{str(path.parent)!r} holds a run with other settings: "
-            + ", ".join(f"{k} was {found.get(k)!r}, is {settings.get(k)!r}" for k in changed)
-            + "; choose another folder, or the same settings to go on with it"
-        )
 
 
 class _Curve:

@@ -178,3 +178,6 @@ def test_the_command_trains_and_goes_on(own, tmp_path):
     again = CliRunner().invoke(app, command)
     assert (again.exit_code, again.stdout) == (0, result.stdout)
     assert "tau" in again.stderr
+    other = CliRunner().invoke(app, [*command, "--epochs", "3"])
+    assert other.exit_code == 2
+    assert "epochs was 2.0, is 3.0" in other.stderr

@@ -93,7 +93,9 @@ def test_a_run_that_was_stopped_goes_on(folder, tmp_path):
 
 def test_other_settings_are_refused(folder):
     writing = Writing(features=(1,), data="random")
-    with pytest.raises(ValueError, match=r"holds texts of other settings .*features.* differ"):
+    with pytest.raises(
+        ValueError, match=r"holds texts of other settings: .*features was \[1, 2, 3\], is \[1\]"
+    ):
         list(write_texts(folder, toy.toy_target(), writing, shards=[0], prompts=toy.prompts(1)))
 
 
