@@ -62,7 +62,8 @@ def _some(config: DecoderConfig) -> tuple[int, ...]:
 
 
 def _layers(config: DecoderConfig, count: int, **changes: Any) -> DecoderConfig:
-    """Plain layers of the target's sizes."""
+    """Plain layers of the target's sizes, but for those changes that are not None."""
+    changes = {name: value for name, value in changes.items() if value is not None}
     return dataclasses.replace(
         config,
         num_layers=count,
@@ -80,12 +81,13 @@ def _eagle3(
     features: tuple[int, ...] | None = None,
     steps: int = 4,
     intermediate_size: int | None = None,
+    num_kv_heads: int | None = None,
     **options: Any,
 ) -> Plan:
     config = params.model.config
-    size = intermediate_size or config.intermediate_size
+    decoder = _layers(config, 1, intermediate_size=intermediate_size, num_kv_heads=num_kv_heads)
     made = EagleConfig(
-        decoder=_layers(config, 1, intermediate_size=size),
+        decoder=decoder,
         features=_some(config) if features is None else features,
         target_size=config.hidden_size,
         draft_vocab=draft_vocab,
@@ -158,14 +160,15 @@ def _block(
     block_size: int = 8,
     num_layers: int = 2,
     intermediate_size: int | None = None,
+    num_kv_heads: int | None = None,
     markov_rank: int = 32,
     **options: Any,
 ) -> Plan:
     config = params.model.config
-    size = config.intermediate_size if intermediate_size is None else intermediate_size
+    sizes = {"intermediate_size": intermediate_size, "num_kv_heads": num_kv_heads}
     heads = {"markov_rank": markov_rank, "confidence": True, "confidence_markov": True}
     made = BlockConfig(
-        decoder=_layers(config, num_layers, intermediate_size=size),
+        decoder=_layers(config, num_layers, **sizes),
         features=_some(config) if features is None else features,
         target_size=config.hidden_size,
         draft_vocab=config.vocab_size if draft_vocab is None else draft_vocab,
@@ -195,9 +198,11 @@ def _draft_model(
 ) -> Plan:
     config = params.model.config
     layers = (0, config.num_layers - 1) if layers is None else layers
-    size = config.intermediate_size if intermediate_size is None else intermediate_size
     made = _layers(
-        config, len(layers), intermediate_size=size, tie_embeddings=config.tie_embeddings
+        config,
+        len(layers),
+        intermediate_size=intermediate_size,
+        tie_embeddings=config.tie_embeddings,
     )
     recipe = distilled_recipe(params, made, layers=layers, **options)
     return Plan(recipe, lambda key: recipe.init(key, params))
