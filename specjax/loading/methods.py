@@ -51,6 +51,8 @@ def _draft_model(
 ) -> _Build:
     tree = tree_of(tree, num_speculative_tokens)
     depth = 4 if num_speculative_tokens is None else num_speculative_tokens
+    if model is not None:
+        _check_draft_exists(model)
     own = model is not None and learned.method_of(model) == "draft_model"
     # Of a draft that shares the target's embedding and head the first layers may be enough.
     given = (model is not None) + (draft_layers is not None and not own)
@@ -61,9 +63,7 @@ def _draft_model(
             f"bits), got model={model!r}, draft_layers={draft_layers}"
         )
     bits = bits_of(quantize)
-    if model is not None:
-        _check_draft_exists(model)
-    elif draft_layers is not None and (
+    if draft_layers is not None and (
         not isinstance(draft_layers, int) or isinstance(draft_layers, bool)
     ):
         raise ValueError(f"draft_layers must be an integer, got {draft_layers!r}")

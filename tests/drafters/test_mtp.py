@@ -99,11 +99,11 @@ def test_the_driver_drafts_what_a_pass_over_the_whole_text_would(shared, steps):
     while length < len(text):
         known = text[:length]
         for _ in range(steps):
-            padded = np.array([[*known, 0, 0, 0]], np.int32)
-            *_, (_, logits) = _steps(
-                params, found, states[:, : length - 1], padded, len(known) - length + 1
-            )
-            known = [*known, int(jnp.argmax(logits[-1]))]
+            # Always as long: what lies behind is not seen, and no new program is compiled.
+            padded = np.zeros((1, len(text) + steps + 1), np.int32)
+            padded[0, : len(known)] = known
+            *_, (_, logits) = _steps(params, found, states, padded, len(known) - length + 1)
+            known = [*known, int(jnp.argmax(logits[length - 2]))]
         accepted = 0
         while (
             accepted < steps
