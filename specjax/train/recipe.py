@@ -25,11 +25,11 @@ __all__ = [
     "Metrics",
     "Recipe",
     "aligned",
-    "by_step",
     "frozen",
     "laws",
     "measured",
     "same_text",
+    "step_loss",
     "worth",
 ]
 
@@ -170,13 +170,40 @@ def _measured(guess: Guess) -> tuple[Array, Array, Array]:
     return total(same.astype(jnp.float32)), total(accepted), total(jnp.ones_like(accepted))
 
 
-def by_step(
-    guesses: Sequence[Guess], value: Callable[[Guess], Array], decay: float
-) -> tuple[Array, Metrics]:
-    """The usual loss: a mean over places for each step ahead, and step k counts decay^k."""
-    values = [losses.weighted_mean(value(guess), guess.weights) for guess in guesses]
-    scale = sum(decay**k for k in range(len(guesses)))
-    return losses.decayed(jnp.stack(values), decay) / scale, measured(guesses)
+def step_loss(
+    guesses: GuessesFn,
+    value: Callable[[Guess], Array] | None = None,
+    decay: float = 1.0,
+    before: Callable[[PyTree, Array], PyTree] | None = None,
+) -> LossFn:
+    """The loss of all recipes: a mean over places for each step ahead, and step k counts decay^k.
+
+    Args:
+      guesses: of a batch.
+      value: of a guess, at each of its places; None: -sum p log q.
+      decay: from a step to the next.
+      before: (weights, key) -> the weights that are trained on in this step, e.g. without a layer.
+        Where the loss is only measured they are left as they are.
+    """
+    if value is None:
+        value = lambda guess: losses.soft_cross_entropy(guess.target, guess.draft)
+
+    def loss(
+        weights: PyTree,
+        frozen: Frozen,
+        batch: Batch,
+        choice: Choice,
+        key: Array,
+        training: bool = True,
+    ) -> tuple[Array, Metrics]:
+        if training and before is not None:
+            weights = before(weights, key)
+        found = guesses(weights, frozen, batch, choice, key)
+        values = [losses.weighted_mean(value(guess), guess.weights) for guess in found]
+        scale = sum(decay**k for k in range(len(found)))
+        return losses.decayed(jnp.stack(values), decay) / scale, measured(found)
+
+    return loss
 
 
 def worth(known: Array, answer: Array, prompt_weight: float) -> Array:

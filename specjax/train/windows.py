@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from specjax.train.texts import Shard, read_shards
-from specjax.types import Model, PyTree, record, static
+from specjax.types import Forward, Model, PyTree, record, static
 
 __all__ = [
     "Batch",
@@ -28,6 +28,7 @@ __all__ = [
     "batch_at",
     "held_out",
     "open_windows",
+    "whole_windows",
     "with_states",
 ]
 
@@ -148,13 +149,33 @@ def with_states(model: Model, target: PyTree, batch: Batch, features: tuple[int,
       batch: tokens `[B, T]`.
       features: which states.
     """
-    rows, length = batch.tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
     same = batch.texts[:, :, None] == batch.texts[:, None, :]
-    mask = same & jnp.tril(jnp.ones((1, length, length), bool))
-    cache = model.init_cache(target, rows, 0)
-    out = model.forward(target, batch.tokens, positions, cache, mask, features=features)
+    out = whole_windows(model, target, batch.tokens, same, features)
     return dataclasses.replace(batch, states=out.features, features=features)
+
+
+def whole_windows(
+    model: Model,
+    weights: PyTree,
+    tokens: Array,
+    seen: Array | None = None,
+    features: tuple[int, ...] = (),
+) -> Forward:
+    """One pass of a model over windows from their first place, without a cache.
+
+    Args:
+      model: any model.
+      weights: its weights.
+      tokens: `[B, T]`.
+      seen: `[B, T, T]` bool: what each place may see of those before it; None: all.
+      features: which states are wanted.
+    """
+    rows, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    causal = jnp.tril(jnp.ones((1, length, length), bool))
+    mask = causal if seen is None else seen & causal
+    cache = model.init_cache(weights, rows, 0)
+    return model.forward(weights, tokens, positions, cache, mask, features=features)
 
 
 @functools.lru_cache(maxsize=4)

@@ -16,6 +16,7 @@ from specjax.models.config import DecoderConfig
 from specjax.models.decoder import decoder_model, random_weights
 from specjax.train.recipes import default_features
 from specjax.train.texts import Writing, write_texts
+from specjax.train.windows import whole_windows
 
 CONFIG = DecoderConfig(
     vocab_size=48,
@@ -85,13 +86,5 @@ def write_toy_texts(folder: Path, shards: int = 6, rows: int = 16) -> Path:
 
 def states_of(params: Params, tokens: np.ndarray, features: tuple[int, ...]):
     """The target's states of texts `[B, T]`, by one pass."""
-    count, length = tokens.shape
-    out = params.model.forward(
-        params.target,
-        jnp.asarray(tokens),
-        jnp.broadcast_to(jnp.arange(length), (count, length)),
-        params.model.init_cache(params.target, count, 0),
-        jnp.tril(jnp.ones((1, length, length), bool)),
-        features=features,
-    )
-    return out.features
+    tokens = jnp.asarray(tokens)
+    return whole_windows(params.model, params.target, tokens, features=features).features

@@ -30,7 +30,7 @@ from jax import Array
 from specjax.checkpoints import save_draft
 from specjax.models.block_decoder import BlockConfig, block_network, random_block
 from specjax.train import losses
-from specjax.train.recipe import Choice, Frozen, Guess, Metrics, Recipe, by_step, laws, worth
+from specjax.train.recipe import Choice, Frozen, Guess, Recipe, laws, step_loss, worth
 from specjax.train.windows import Batch
 from specjax.types import BlockNetwork, Cache, Params
 
@@ -136,17 +136,6 @@ def block_recipe(
             value = value + confidence * losses.binary_cross_entropy(guess.extra, chance)
         return value
 
-    def loss(
-        weights: Any,
-        frozen: Frozen,
-        batch: Batch,
-        choice: Choice,
-        key: Array,
-        training: bool = True,
-    ) -> tuple[Array, Metrics]:
-        found = guesses(weights, frozen, batch, choice, key)
-        return by_step(found, value, math.exp(-1 / gamma))
-
     def save(folder: Path, weights: Any, draft_ids: np.ndarray) -> None:
         save_draft(
             folder,
@@ -164,7 +153,7 @@ def block_recipe(
         steps=slots,
         init=lambda key, params: random_block(trained, key),
         guesses=guesses,
-        loss=loss,
+        loss=step_loss(guesses, value, math.exp(-1 / gamma)),
         logical_axes=network.logical_axes,
         save=save,
     )

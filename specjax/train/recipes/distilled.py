@@ -24,15 +24,14 @@ from specjax.train.recipe import (
     Choice,
     Frozen,
     Guess,
-    Metrics,
     Recipe,
     aligned,
     laws,
-    measured,
     same_text,
+    step_loss,
     worth,
 )
-from specjax.train.windows import Batch
+from specjax.train.windows import Batch, whole_windows
 from specjax.types import Params
 
 __all__ = ["DIVERGENCES", "distilled_recipe", "shared_parts"]
@@ -94,28 +93,15 @@ def distilled_recipe(
     def guesses(
         weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
     ) -> list[Guess]:
-        count, length = batch.tokens.shape
         whole = {**weights, **{part: frozen.target[part] for part in shared}}
-        positions = jnp.broadcast_to(jnp.arange(length), (count, length))
-        causal = jnp.tril(jnp.ones((1, length, length), bool))
-        cache = model.init_cache(whole, count, 0)
-        out = model.forward(whole, batch.tokens, positions, cache, causal)
+        out = whole_windows(model, whole, batch.tokens)
         target, draft = laws(frozen, decoder, choice, out.hidden, batch.state(last), None)
         answer = aligned(batch.answer, 1)
         here = worth(same_text(batch, 0, 1) & batch.known, answer, prompt_weight)
         return [Guess(target, draft, here, answer)]
 
-    def loss(
-        weights: Any,
-        frozen: Frozen,
-        batch: Batch,
-        choice: Choice,
-        key: Array,
-        training: bool = True,
-    ) -> tuple[Array, Metrics]:
-        (guess,) = guesses(weights, frozen, batch, choice, key)
-        value = DIVERGENCES[divergence](guess.target, guess.draft, guess.weights)
-        return losses.weighted_mean(value, guess.weights), measured([guess])
+    def value(guess: Guess) -> Array:
+        return DIVERGENCES[divergence](guess.target, guess.draft, guess.weights)
 
     def init(key: Array, params: Params) -> Any:
         weights = random_weights(config, key)
@@ -146,7 +132,7 @@ def distilled_recipe(
         steps=1,
         init=init,
         guesses=guesses,
-        loss=loss,
+        loss=step_loss(guesses, value),
         logical_axes=axes,
         save=save,
     )

@@ -29,12 +29,11 @@ from specjax.train.recipe import (
     Choice,
     Frozen,
     Guess,
-    Metrics,
     Recipe,
     aligned,
-    by_step,
     laws,
     same_text,
+    step_loss,
     worth,
 )
 from specjax.train.windows import Batch
@@ -115,16 +114,6 @@ def eagle_recipe(
         value = losses.soft_cross_entropy(guess.target, guess.draft)
         return value + regression * losses.smooth_l1(*guess.extra) if regression else value
 
-    def loss(
-        weights: Any,
-        frozen: Frozen,
-        batch: Batch,
-        choice: Choice,
-        key: Array,
-        training: bool = True,
-    ) -> tuple[Array, Metrics]:
-        return by_step(guesses(weights, frozen, batch, choice, key), value, decay)
-
     def save(folder: Path, weights: Any, draft_ids: np.ndarray) -> None:
         save_draft(
             folder,
@@ -144,7 +133,7 @@ def eagle_recipe(
         steps=steps,
         init=lambda key, params: random_eagle(trained, key),
         guesses=guesses,
-        loss=loss,
+        loss=step_loss(guesses, value, decay),
         logical_axes=network.logical_axes,
         save=save,
     )

@@ -20,21 +20,19 @@ from jax import Array
 from specjax.checkpoints import save_draft
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import decoder_model, final_norm
-from specjax.train import losses
 from specjax.train.recipe import (
     Choice,
     Frozen,
     Guess,
-    Metrics,
     Recipe,
     aligned,
-    by_step,
     laws,
     same_text,
+    step_loss,
     worth,
 )
 from specjax.train.recipes.distilled import shared_parts
-from specjax.train.windows import Batch
+from specjax.train.windows import Batch, whole_windows
 from specjax.types import Params
 
 __all__ = ["early_exit_recipe"]
@@ -72,14 +70,10 @@ def early_exit_recipe(
     def guesses(
         weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
     ) -> list[Guess]:
-        rows, length = batch.tokens.shape
         whole = {**weights, **{part: frozen.target[part] for part in shared}}
-        positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
-        causal = jnp.tril(jnp.ones((1, length, length), bool))
-        cache = model.init_cache(whole, rows, 0)
         # The state behind the last layer comes normed already.
         inner = tuple(i for i in exits if i < count)
-        out = model.forward(whole, batch.tokens, positions, cache, causal, features=inner)
+        out = whole_windows(model, whole, batch.tokens, features=inner)
         states = [final_norm(config, weights, x) for x in out.features]
         states += [out.hidden] * (exits[-1] == count)
         answer = aligned(batch.answer, 1)
@@ -88,20 +82,9 @@ def early_exit_recipe(
         pairs = [laws(frozen, decoder, choice, state, goal, None) for state in states]
         return [Guess(target, draft, here, answer) for target, draft in pairs]
 
-    def loss(
-        weights: Any,
-        frozen: Frozen,
-        batch: Batch,
-        choice: Choice,
-        key: Array,
-        training: bool = True,
-    ) -> tuple[Array, Metrics]:
-        if training:
-            chance = dropout * jnp.arange(count) / max(count - 1, 1)
-            weights = _without(weights, jax.random.uniform(key, (count,)) >= chance)
-        found = guesses(weights, frozen, batch, choice, key)
-        value = lambda guess: losses.soft_cross_entropy(guess.target, guess.draft)
-        return by_step(found, value, 1.0)
+    def dropped(weights: Any, key: Array) -> Any:
+        chance = dropout * jnp.arange(count) / max(count - 1, 1)
+        return _without(weights, jax.random.uniform(key, (count,)) >= chance)
 
     def init(key: Array, params: Params) -> Any:
         return {
@@ -125,7 +108,7 @@ def early_exit_recipe(
         steps=len(exits),
         init=init,
         guesses=guesses,
-        loss=loss,
+        loss=step_loss(guesses, before=dropped),
         logical_axes=tuple(pair for pair in model.logical_axes if pair[0][0] not in shared),
         save=save,
     )

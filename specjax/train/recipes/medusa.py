@@ -17,17 +17,15 @@ from jax import Array
 
 from specjax.checkpoints import save_draft
 from specjax.models.medusa import MedusaConfig, medusa_heads, random_weights
-from specjax.train import losses
 from specjax.train.recipe import (
     Choice,
     Frozen,
     Guess,
-    Metrics,
     Recipe,
     aligned,
-    by_step,
     laws,
     same_text,
+    step_loss,
     worth,
 )
 from specjax.train.windows import Batch
@@ -74,18 +72,6 @@ def medusa_recipe(
             found.append(Guess(target, draft, here, answer))
         return found
 
-    def loss(
-        weights: Any,
-        frozen: Frozen,
-        batch: Batch,
-        choice: Choice,
-        key: Array,
-        training: bool = True,
-    ) -> tuple[Array, Metrics]:
-        found = guesses(weights, frozen, batch, choice, key)
-        value = lambda guess: losses.soft_cross_entropy(guess.target, guess.draft)
-        return by_step(found, value, decay)
-
     def init(key: Array, params: Params) -> Any:
         # Nothing is added to the state at first, so that each head starts as the target's own.
         weights = random_weights(config, key)
@@ -104,7 +90,7 @@ def medusa_recipe(
         steps=config.num_heads,
         init=init,
         guesses=guesses,
-        loss=loss,
+        loss=step_loss(guesses, decay=decay),
         logical_axes=heads.logical_axes,
         save=save,
     )

@@ -15,17 +15,15 @@ from jax import Array
 
 from specjax.checkpoints import save_draft
 from specjax.models.mtp import MtpConfig, mtp_axes, mtp_network, random_mtp
-from specjax.train import losses
 from specjax.train.recipe import (
     Choice,
     Frozen,
     Guess,
-    Metrics,
     Recipe,
     aligned,
-    by_step,
     laws,
     same_text,
+    step_loss,
     worth,
 )
 from specjax.train.windows import Batch
@@ -70,18 +68,6 @@ def mtp_recipe(
             state = out.features[0]
         return found
 
-    def loss(
-        weights: Any,
-        frozen: Frozen,
-        batch: Batch,
-        choice: Choice,
-        key: Array,
-        training: bool = True,
-    ) -> tuple[Array, Metrics]:
-        found = guesses(weights, frozen, batch, choice, key)
-        value = lambda guess: losses.soft_cross_entropy(guess.target, guess.draft)
-        return by_step(found, value, decay)
-
     def save(folder: Path, weights: Any, draft_ids: np.ndarray) -> None:
         save_draft(folder, "mtp", config, weights, decoder)
 
@@ -91,7 +77,7 @@ def mtp_recipe(
         steps=config.modules,
         init=lambda key, params: random_mtp(config, key),
         guesses=guesses,
-        loss=loss,
+        loss=step_loss(guesses, decay=decay),
         logical_axes=mtp_axes(config),
         save=save,
     )
