@@ -29,6 +29,10 @@ SETTINGS = Training(
 )
 
 
+# Long enough that a signal comes in time.
+LONGER = SETTINGS._replace(steps=120, save_every=10)
+
+
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     return toy.write_toy_texts(tmp_path_factory.mktemp("texts"), shards=8, rows=32)
@@ -94,8 +98,8 @@ _RUN = """
 import sys, jax
 jax.config.update("jax_compilation_cache_dir", sys.argv[3])
 from pathlib import Path
-from tests.train.test_training import SETTINGS, _train
-_train(Path(sys.argv[1]), Path(sys.argv[2]), SETTINGS, method="medusa", num_heads=2)
+from tests.train.test_training import LONGER, _train
+_train(Path(sys.argv[1]), Path(sys.argv[2]), LONGER, method="medusa", num_heads=2)
 """
 
 
@@ -116,33 +120,38 @@ def _killed_when(process: subprocess.Popen, ready, number: int) -> None:
     process.wait(60)
 
 
-def test_a_killed_run_goes_on_along_the_same_curve(texts, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert _process(texts, whole).wait(300) == 0
-    seed = int.from_bytes(os.urandom(2), "big")
-    after = random.Random(seed).randint(1, SETTINGS.steps - 1)
-    print("killed after a checkpoint of step 4 or", after, "lines, seed", seed)
-
-    def ready() -> bool:
-        return (killed / "checkpoints" / "4").exists()
-
-    process = _process(texts, killed)
-    _killed_when(process, ready, signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    assert _process(texts, killed).wait(300) == 0
-    assert _curve(killed) == _curve(whole)
+@pytest.fixture(scope="module")
+def whole(texts, tmp_path_factory):
+    """A run that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert _process(texts, folder).wait(300) == 0
+    assert len(_curve(folder)) == LONGER.steps + 1
+    return folder
 
 
-def test_a_signal_stops_after_the_step_in_progress(texts, tmp_path):
-    whole = tmp_path / "whole"
-    process = _process(texts, tmp_path / "stopped")
-    _killed_when(process, (tmp_path / "stopped" / "training.json").exists, signal.SIGTERM)
-    stopped = len(_curve(tmp_path / "stopped")) if process.returncode == 0 else 0
-    assert _process(texts, tmp_path / "stopped").wait(300) == 0
-    assert _process(texts, whole).wait(300) == 0
-    ended = [line for line in _curve(tmp_path / "stopped") if not line["measured"]]
-    assert ended == [line for line in _curve(whole) if not line["measured"]]
-    assert stopped <= SETTINGS.steps + 1
+def _stopped(texts: Path, folder: Path, number: int) -> subprocess.Popen:
+    """A run that gets a signal soon after one of its checkpoints, whichever."""
+    at = 10 * random.SystemRandom().randint(1, 6)
+    print("signal", number, "after the checkpoint of step", at)
+    process = _process(texts, folder)
+    _killed_when(process, (folder / "checkpoints" / str(at)).exists, number)
+    return process
+
+
+def test_a_killed_run_goes_on_along_the_same_curve(texts, whole, tmp_path):
+    assert _stopped(texts, tmp_path, signal.SIGKILL).returncode == -signal.SIGKILL
+    assert _process(texts, tmp_path).wait(300) == 0
+    assert _curve(tmp_path) == _curve(whole)
+
+
+def test_a_signal_stops_after_the_step_in_progress(texts, whole, tmp_path):
+    assert _stopped(texts, tmp_path, signal.SIGTERM).returncode == 0
+    stopped = _curve(tmp_path)[-1]
+    assert stopped["measured"]
+    assert stopped["step"] < LONGER.steps
+    assert _process(texts, tmp_path).wait(300) == 0
+    steps = lambda folder: [line for line in _curve(folder) if not line["measured"]]
+    assert steps(tmp_path) == steps(whole)
 
 
 def test_a_recipe_of_two_minutes_reaches_its_tau(texts, tmp_path):
