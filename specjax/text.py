@@ -14,6 +14,7 @@ from specjax.types import DecodeResult, Logprobs, Params, Stats, Status
 
 __all__ = [
     "Completion",
+    "Prompt",
     "complete",
     "encode_prompt",
     "generate",

@@ -11,10 +11,8 @@ Spec-Bench.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +22,8 @@ from jax import Array
 
 from specjax.decoding import decode_recorded
 from specjax.sampling import Sampling
-from specjax.text import encode_prompt
+from specjax.text import Prompt, encode_prompt
+from specjax.train.prompts import read_lines
 from specjax.types import Context, Drafter, Outcome, Params, PyTree, record
 
 __all__ = ["Group", "Report", "evaluate_prompts", "judged", "read_groups"]
@@ -71,11 +70,10 @@ class Report(NamedTuple):
         return {"tau": round(self.tau, 4), "groups": groups}
 
 
-def read_groups(path: str | os.PathLike[str], limit: int | None = None) -> dict[str, list[str]]:
-    """First turns of a JSON-lines file by group.
+def read_groups(path: str | os.PathLike[str], limit: int | None = None) -> dict[str, list[Prompt]]:
+    """First prompts of the lines of a file, as `read_prompts` takes it, by their "category".
 
-    A line is a text, or an object with "turns", "prompt" or "text" and perhaps a "category";
-    Spec-Bench's categories of MT-bench are one group.
+    Spec-Bench's categories of MT-bench are one group; lines without one are the group "all".
 
     Args:
       path: the file.
@@ -84,30 +82,9 @@ def read_groups(path: str | os.PathLike[str], limit: int | None = None) -> dict[
     Raises:
       ValueError: no such file, no prompts, or a line of another form.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"data {str(path)!r} is no file; wanted .jsonl with prompts")
-    groups: dict[str, list[str]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"data {path.name!r}, line {number} is not JSON: {error}") from error
-        text, category = value, "all"
-        if isinstance(value, dict):
-            turns = value.get("turns")
-            first = turns[0] if isinstance(turns, list) and turns else None
-            text = value.get("prompt", value.get("text", first))
-            category = str(value.get("category", "all"))
-        if not isinstance(text, str):
-            raise ValueError(
-                f"data {path.name!r}, line {number} has no text under turns, prompt or text"
-            )
-        groups.setdefault(_GROUPS.get(category, category), []).append(text)
-    if not groups:
-        raise ValueError(f"data {path.name!r} has no prompts")
+    groups: dict[str, list[Prompt]] = {}
+    for found, category in read_lines(path):
+        groups.setdefault(_GROUPS.get(category, category), []).append(found[0])
     if limit is None:
         return groups
     pick = lambda x: [x[i] for i in np.linspace(0, len(x) - 1, min(limit, len(x))).astype(int)]
@@ -182,7 +159,7 @@ def judged(drafter: Drafter) -> Drafter:
 
 def evaluate_prompts(
     params: Params,
-    groups: Mapping[str, Sequence[str | Sequence[int]]],
+    groups: Mapping[str, Sequence[Prompt | Sequence[int]]],
     *,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -194,7 +171,7 @@ def evaluate_prompts(
 
     Args:
       params: from `specjax.load`, with a drafter.
-      groups: prompts by name, as texts (users' messages) or as token ids.
+      groups: prompts by name: users' messages, conversations, or token ids.
       max_new_tokens: of each answer.
       temperature: of target and drafts; 0 is greedy.
       rows: prompts decoded at a time. They do not change tau.
@@ -213,8 +190,7 @@ def evaluate_prompts(
         params = params.replace(drafter=judged(params.drafter))
     for name, texts in groups.items():
         # Prompts of like length share a batch, so that less of it is padding.
-        encode = lambda x: encode_prompt(params, x) if isinstance(x, str) else list(x)
-        ids = sorted((encode(text) for text in texts), key=len)
+        ids = sorted((_ids(params, text) for text in texts), key=len)
         parts = []
         for at in range(0, len(ids), rows):
             part = ids[at : at + rows]
@@ -246,3 +222,9 @@ def evaluate_prompts(
                 judged=more[1].tolist() if chances else None,
             ),
         )
+
+
+def _ids(params: Params, prompt: Prompt | Sequence[int]) -> list[int]:
+    if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
+        return encode_prompt(params, prompt)
+    return list(prompt)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ import numpy as np
 
 from specjax.decoding import decode
 from specjax.sampling import Sampling
-from specjax.text import encode_prompt
+from specjax.text import Prompt, encode_prompt
 from specjax.types import Params
 
-__all__ = ["KINDS", "Kind", "Turns", "read_prompts", "self_instruction", "user_turn"]
+__all__ = ["KINDS", "Kind", "Turns", "read_lines", "read_prompts", "self_instruction", "user_turn"]
 
 _MARK = "\u2042content\u2042"
 
@@ -307,28 +307,40 @@ def read_prompts(params: Params, path: str | os.PathLike[str]) -> list[list[int]
     Raises:
       ValueError: the file is missing or empty, or a line has another form; it names the line.
     """
+    return [encode_prompt(params, prompt) for found, _ in read_lines(path) for prompt in found]
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[list[Prompt], str]]:
+    """The prompts of each line of a file, as `read_prompts` takes it, and the line's category.
+
+    Yields:
+      Texts or messages; what the line's object has as "category", else "all".
+
+    Raises:
+      ValueError: the file is missing or empty, or a line has another form; it names the line.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"data {str(path)!r} is no file; wanted .jsonl or .txt with prompts")
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"data {path.name!r}, line {number}"
-        for prompt in _line_prompts(line, path.suffix, where):
-            prompts.append(encode_prompt(params, prompt))
-    if not prompts:
+    lines = [
+        (number, line)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if line.strip()
+    ]
+    if not lines:
         raise ValueError(f"data {path.name!r} has no prompts")
-    return prompts
+    for number, line in lines:
+        where, value = f"data {path.name!r}, line {number}", line
+        if path.suffix != ".txt":
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where} is not JSON: {error}") from error
+        category = value.get("category", "all") if isinstance(value, dict) else "all"
+        yield _line_prompts(value, where), str(category)
 
 
-def _line_prompts(line: str, suffix: str, where: str) -> list[str | list[dict[str, str]]]:
-    if suffix == ".txt":
-        return [line]
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
+def _line_prompts(value: Any, where: str) -> list[Prompt]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
@@ -349,7 +361,7 @@ def _line_prompts(line: str, suffix: str, where: str) -> list[str | list[dict[st
             return [turns[0]]
     raise ValueError(
         f"{where} is neither a text nor an object with messages, conversations, turns, prompt or "
-        f"text: {line[:80]!r}"
+        f"text: {value!r:.80}"
     )
 
 

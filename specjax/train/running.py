@@ -102,13 +102,13 @@ def make_texts(
             f"{job.tokens} tokens with the target's states take {needed / 1e9:.1f} GB, and "
             f"{str(folder)!r} has room for {free / 1e9:.1f} GB; give fewer tokens or another disk"
         )
-    total = 0
-    watch(Stage("texts", 0, job.tokens))
+    total, name = 0, f"texts, {needed / 1e9:.1f} GB"
+    watch(Stage(name, 0, job.tokens))
     for _, tokens in write_texts(
         folder, params, writing, shards=itertools.count(), prompts=prompts
     ):
         total += tokens
-        watch(Stage("texts", min(total, job.tokens), job.tokens))
+        watch(Stage(name, min(total, job.tokens), job.tokens))
         if total >= job.tokens:
             return True
         if stopped():

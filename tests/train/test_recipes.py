@@ -89,7 +89,7 @@ def _place(method: str, step: int, batch: Batch, key) -> tuple[int, ...]:
         return 0, n - 1 + step
     from specjax.train.recipes.blocks import _anchors
 
-    anchors = np.asarray(_anchors(key, batch, BLOCK["anchors"], BLOCK["block_size"]))[0]
+    anchors = np.asarray(_anchors(key, batch, BLOCK["anchors"]))[0]
     return (int(np.flatnonzero(anchors == n - 1)[0]),)
 
 

@@ -69,7 +69,7 @@ def test_groups_of_a_file(tmp_path):
     ("text", "message"),
     [
         ("", "has no prompts"),
-        ('"a"\n{"b": 1}\n', "line 2 has no text under turns, prompt or text"),
+        ('"a"\n{"b": 1}\n', "line 2 is neither a text nor an object"),
         ("nonsense\n", "line 1 is not JSON"),
     ],
 )
@@ -169,6 +169,7 @@ def test_the_command_trains_and_goes_on(own, tmp_path):
         command += ["--data", str(_file(tmp_path, prompts))]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
+    assert "texts, 0.0 GB" in result.stderr
     assert f"drafter='{out}/drafter'" in result.stdout
     config = json.loads((out / "drafter" / "config.json").read_text())
     assert config["specjax_drafter"] == "medusa"

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,8 +84,8 @@ def block_recipe(
     def guesses(
         weights: Any, frozen: Frozen, batch: Batch, choice: Choice, key: Array
     ) -> list[Guess]:
-        count, length = batch.tokens.shape
-        at = _anchors(key, batch, anchors, config.block_size)  # [B, A]
+        count = batch.tokens.shape[0]
+        at = _anchors(key, batch, anchors)  # [B, A]
         fused = network.fuse(weights, tuple(batch.state(i) for i in config.features))
         context = network.project(weights, fused, network.init_cache(weights, count, 0))
         each = lambda x: jnp.repeat(x, anchors, axis=0)  # rows of windows to rows of blocks
@@ -101,29 +101,21 @@ def block_recipe(
         embed = functools.partial(params.model.embed, frozen.target)
         hidden = network.forward(weights, network.embed(weights, embed, block), cache)
 
-        # Places of what each slot guesses, and of the token before it: [B A, slots].
-        goal = at.reshape(-1, 1) + first + ahead + jnp.arange(slots)[None, :]
-        inside = goal < length
-        place = jnp.minimum(goal, length - 1)
-        take = lambda x, where: jnp.take_along_axis(each(x), where, axis=1)
-        states = each(batch.state(last))
-        states = jnp.take_along_axis(states, place[..., None] - 1, axis=1)
-        same = take(batch.texts, place) == take(batch.texts, at.reshape(-1, 1))
-        known = take(batch.known, place - 1)
-        before = take(batch.tokens, place - 1)
+        places = _places(batch, at, first + ahead, slots)
+        states = jnp.repeat(batch.state(last), anchors, axis=0)
+        states = jnp.take_along_axis(states, places.before[..., None], axis=1)
         rows = weights["head"]["weight"] if own_head else None
         target, draft = laws(frozen, decoder, choice, hidden[:, first:], states, rows)
+        tokens = places.tokens
         if network.correct is not None:
-            draft = draft + _corrections(network, weights, hidden, before, first)[..., choice.ids]
-
-        answer = take(batch.answer, place)
-        here = worth(inside & same & known, answer, prompt_weight)
+            draft = draft + _corrections(network, weights, hidden, tokens, first)[..., choice.ids]
+        here = worth(places.known, places.answer, prompt_weight)
 
         def slot(k: int) -> Guess:
             logit = None
             if network.confidence is not None:
-                logit = network.confidence(weights, hidden[:, first + k], before[:, k])
-            return Guess(target[:, k], draft[:, k], here[:, k], answer[:, k], logit)
+                logit = network.confidence(weights, hidden[:, first + k], tokens[:, k])
+            return Guess(target[:, k], draft[:, k], here[:, k], places.answer[:, k], logit)
 
         return [slot(k) for k in range(slots)]
 
@@ -159,7 +151,32 @@ def block_recipe(
     )
 
 
-def _anchors(key: Array, batch: Batch, count: int, block: int) -> Array:
+class _Places(NamedTuple):
+    """Where the slots of all blocks guess, `[B A, slots]` each."""
+
+    before: Array  # the place before the guessed token, whose state gives its law
+    tokens: Array  # the token there
+    known: Array  # bool: within the window and the anchor's text, and the law is known
+    answer: Array  # bool: the guessed token is part of an answer
+
+
+def _places(batch: Batch, at: Array, ahead: int, slots: int) -> _Places:
+    """Of blocks on the anchors `at [B, A]`, whose first guess stands `ahead` places behind."""
+    length, anchors = batch.tokens.shape[1], at.shape[1]
+    start = at.reshape(-1, 1)
+    goal = start + ahead + jnp.arange(slots)[None, :]
+    place = jnp.minimum(goal, length - 1)
+    take = lambda x, where: jnp.take_along_axis(jnp.repeat(x, anchors, axis=0), where, axis=1)
+    same = take(batch.texts, place) == take(batch.texts, start)
+    return _Places(
+        before=place - 1,
+        tokens=take(batch.tokens, place - 1),
+        known=(goal < length) & same & take(batch.known, place - 1),
+        answer=take(batch.answer, place),
+    )
+
+
+def _anchors(key: Array, batch: Batch, count: int) -> Array:
     """Places with a context, `[B, A]`: answers first, others if there are not enough."""
     length = batch.tokens.shape[1]
     place = jnp.arange(length)[None, :]
