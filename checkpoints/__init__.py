@@ -6,7 +6,7 @@ from specjax.checkpoints.draft_reading import DraftCheckpoint, draft_format, rea
 from specjax.checkpoints.draft_writing import save_draft
 from specjax.checkpoints.orbax_folder import verify
 from specjax.checkpoints.reading import Checkpoint, read
-from specjax.checkpoints.registry import available, bundled, resolve
+from specjax.checkpoints.registry import available, bundled, default_drafter, resolve
 from specjax.checkpoints.tokenizer import Detokenizer, Tokenizer
 from specjax.checkpoints.writing import convert, save
 
@@ -18,6 +18,7 @@ __all__ = [
     "available",
     "bundled",
     "convert",
+    "default_drafter",
     "draft_format",
     "read",
     "read_draft",

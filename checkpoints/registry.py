@@ -6,13 +6,23 @@ import functools
 import importlib.util
 import os
 import tomllib
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Availability", "Entry", "available", "bundled", "entries", "resolve"]
+__all__ = [
+    "Availability",
+    "Entry",
+    "available",
+    "bundled",
+    "default_drafter",
+    "entries",
+    "resolve",
+]
 
 _BUNDLED = Path(__file__).parent / "bundled"  # NAME/METHOD: drafters that come with the package
+_FOLDERS = {"draft_model": "draft"}  # methods whose folder has another name
 
 
 class Entry(NamedTuple):
@@ -28,6 +38,7 @@ class Entry(NamedTuple):
     file: str = ""
     install: str = ""
     hub: str = ""  # id of the Hugging Face hub
+    drafter: Mapping[str, Any] | None = None  # the best measured one, as `specjax.load` takes it
 
     @property
     def how_to_get(self) -> str:
@@ -102,9 +113,17 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
 def bundled(target: Path, method: str) -> Path | None:
     """The drafter of a method that comes with the package, for the checkpoint at `target`."""
     for entry in entries().values():
-        folder = _BUNDLED / entry.name / method
+        folder = _BUNDLED / entry.name / _FOLDERS.get(method, method)
         if (folder / "config.json").is_file() and _locate(entry) == target:
             return folder
+    return None
+
+
+def default_drafter(target: Path) -> Mapping[str, Any] | None:
+    """The drafter that measured best with the checkpoint at `target`, if one is known."""
+    for entry in entries().values():
+        if entry.drafter is not None and _locate(entry) == target:
+            return entry.drafter
     return None
 
 

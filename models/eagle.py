@@ -31,12 +31,16 @@ class EagleConfig:
 
         fused = False (EAGLE-1)   x = fc [e ; f]            x + attn(x)
         fused = True  (EAGLE-3)   g = fc [f1 ; f2 ; f3]     g + attn([norm e ; norm g])
+        mixed = True              g = fc [f1 ; f2 ; ...]    M r + attn(r),  r = [norm e ; norm g]
+
+    A mixed head has the best linear guess of the next state within it, and can start from there.
     """
 
     decoder: DecoderConfig  # of its layers; the vocabulary is the target's
     features: tuple[int, ...]  # which states of the target
     target_size: int  # E of the target
     fused: bool = True
+    mixed: bool = False  # of a fused one: the sum starts from a product with what attention reads
     fc_bias: bool = False
     draft_vocab: int | None = None  # of its own head; None: the target's head
     own_embedding: bool = False
@@ -55,6 +59,8 @@ class _First(nnx.Module):
         width = decoder.hidden_size * (2 if config.fused else 1)
         if config.fused:
             self.token_norm, self.state_norm = norm(decoder), norm(decoder)
+        if config.mixed:
+            self.mix = Linear(("embed", None), (decoder.hidden_size, width), False, rngs)
         self.attn = Attention(decoder, decoder.window(0), rngs, width)
         self.mlp_norm = norm(decoder)
         self.mlp = MLP(decoder, decoder.intermediate_size, rngs)
@@ -67,6 +73,8 @@ class _First(nnx.Module):
             normed = self.state_norm(x)
             read = jnp.concatenate([self.token_norm(embedded), normed], axis=-1)
             x = normed if self.norm_before_residual else x
+        if hasattr(self, "mix"):
+            x = self.mix(read)
         out, block = self.attn(read, cache, here, earlier)
         x = x + out
         return x + self.mlp(self.mlp_norm(x)), block

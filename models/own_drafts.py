@@ -99,7 +99,8 @@ def _read(
         ignored=lambda name: name == "d2t",
         d2t="d2t" if mapped else None,
         draft_vocab=network.vocab(made) if mapped else None,
-        options=config["options"],
+        # What JSON lists are tuples for factories, whose arguments must be hashable.
+        options={k: tuple(v) if isinstance(v, list) else v for k, v in config["options"].items()},
         from_target=config["from_target"],
     )
 

@@ -193,6 +193,8 @@ def decode_round(
     # fell have had a say in where the round ended.
     keys = at_positions(request.keys, Purpose.DRAFT, state.lengths)
     proposal, draft = draft_step(params, keys, state.draft, context)
+    # Rows that have ended do not make the pass larger.
+    proposal = dataclasses.replace(proposal, valid=proposal.valid & active[:, None])
     scores = verify_step(params, state.cache, root, proposal)
     depth = params.drafter.depth
     seen = seen_lib.in_tree(seen, proposal)

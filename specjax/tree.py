@@ -14,6 +14,8 @@ parent of node j. Children come after their parents. A chain is the tree 0 <- 1 
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +23,15 @@ from jax import Array
 
 from specjax.types import Block, Proposal
 
-__all__ = ["ancestors", "chain", "chain_proposal", "compact", "depths", "path_to"]
+__all__ = [
+    "ancestors",
+    "chain",
+    "chain_proposal",
+    "compact",
+    "depths",
+    "first_nodes",
+    "path_to",
+]
 
 
 def chain(nodes: int) -> np.ndarray:
@@ -48,6 +58,13 @@ def chain_proposal(tokens: Array, valid: Array, probs: Array | None = None) -> P
         valid=valid,
         candidate=jnp.ones(tokens.shape, bool),
     )
+
+
+def first_nodes(proposal: Proposal, count: int) -> Proposal:
+    """The first nodes of a proposal, which are a tree, too: parents come before children."""
+    parents = proposal.parents[..., :count]
+    rest = dataclasses.replace(proposal, parents=None)
+    return dataclasses.replace(jax.tree.map(lambda x: x[:, :count], rest), parents=parents)
 
 
 def ancestors(parents: Array) -> Array:

@@ -254,6 +254,9 @@ class Drafter(NamedTuple):
     features: tuple[int, ...] = ()  # target layers whose states `init` and `update` want
     tree: bool = False  # drafts may branch; where N > K they do
     mixed: bool = False  # drafts that follow one text may come from different laws q
+    # Numbers of nodes, beside N, for which a verifying pass is compiled: a round takes the smallest
+    # that holds all valid nodes of all rows.
+    sizes: tuple[int, ...] = ()
 
 
 class FuseFn(Protocol):

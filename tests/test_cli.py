@@ -190,7 +190,6 @@ def test_convert_refuses_in_one_line(invoke, folder, tmp_path):
         (["--drafter", "{method: ngram}"], "--drafter is not valid JSON"),
         (["--drafter", '{"num_speculative_tokens": 3}'], 'needs a "method", one of ngram'),
         (["--drafter", '{"method": ["ngram"]}'], 'needs a "method", one of ngram'),
-        (["--drafter", "draft_model"], "needs --draft-layers N"),
         (["--drafter", "ngram", "--draft-layers", "2"], "goes only with --drafter draft_model"),
         (
             ["--drafter", '{"method": "draft_model", "draft_layers": 1}', "--draft-layers", "2"],

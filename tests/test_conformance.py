@@ -48,6 +48,7 @@ def _eagle(**options):
     own = options.pop("own", None)
     config = EagleConfig(
         decoder=ONE,
+        mixed=options.pop("mixed", False),
         features=(0, 1, 2) if fused else (2,),
         target_size=SMALL.hidden_size,
         fused=fused,
@@ -104,10 +105,16 @@ def _both(make, **options):
     return make(drafters.ngram(3), head), (None, weights)
 
 
+def _sized(made, sizes):
+    drafter, weights = made
+    return drafters.sized(drafter, sizes), weights
+
+
 BRANCHED = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
 TABLE = {
     "plain": lambda: (drafters.plain(), None),
     "ngram": lambda: (drafters.ngram(3), None),
+    "ngram, sized": lambda: (drafters.sized(drafters.ngram(3), (0, 1)), None),
     "draft_model": _draft_model,
     "draft_tree, paths": lambda: _draft_model(drafters.draft_tree, 2, paths=3),
     "draft_tree, dynamic": lambda: _draft_model(
@@ -119,6 +126,9 @@ TABLE = {
     "eagle3, paths": lambda: _eagle(num_speculative_tokens=2, paths=3),
     "eagle3, static tree": lambda: _eagle(tree=BRANCHED),
     "eagle2, dynamic tree": lambda: _eagle(fused=False, tree=drafters.dynamic_tree(9, 3, 3)),
+    "eagle3, a tree as sure as it is large": lambda: _sized(
+        _eagle(mixed=True, tree=drafters.dynamic_tree(9, 3, 3, 0.1)), (1, 4)
+    ),
     "mtp": lambda: _mtp(1, 1),
     "mtp, three steps": lambda: _mtp(3, 2),
     "medusa": lambda: _medusa(BRANCHED),

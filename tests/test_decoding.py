@@ -359,11 +359,14 @@ def _deep(drafter: str) -> specjax.Params:
     """Eight layers: with few, the compiler happens to copy nothing."""
     config = dataclasses.replace(tiny.CONFIG, num_layers=8)
     weights = random_weights(config, jax.random.key(0))
-    params = tiny.params(drafter).replace(target=weights, model=decoder_model(config))
+    held = "plain" if drafter == "sized" else drafter
+    params = tiny.params(held).replace(target=weights, model=decoder_model(config))
     if drafter == "draft_model":
         draft_config, draft = first_layers(config, weights, 6)
         made = drafters.draft_model(decoder_model(draft_config), 4)
         params = params.replace(drafter=made, draft=draft)
+    if drafter == "sized":
+        params = params.replace(drafter=drafters.sized(drafters.ngram(4), [0, 2]))
     return params
 
 
@@ -383,7 +386,12 @@ def _cache_copies(params: specjax.Params, batch: int) -> tuple[list[str], str]:
 
 @pytest.mark.parametrize(
     ("drafter", "batch", "dtype"),
-    [("ngram", 1, "bfloat16"), ("ngram", 4, "float32"), ("draft_model", 1, "float32")],
+    [
+        ("ngram", 1, "bfloat16"),
+        ("ngram", 4, "float32"),
+        ("draft_model", 1, "float32"),
+        ("sized", 1, "bfloat16"),
+    ],
 )
 def test_the_loop_copies_no_cache_and_calls_no_host(drafter, batch, dtype):
     params = _deep(drafter)

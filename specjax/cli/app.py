@@ -112,6 +112,7 @@ def generate(
                     plain=plain,
                     num_speculative_tokens=num_speculative_tokens,
                     draft_layers=draft_layers,
+                    model=model,
                 ),
                 dtype=None if dtype is None else dtype.value,
                 chat=not raw,
@@ -206,6 +207,7 @@ def train(
     out: options.Out,
     data: options.Data = None,
     texts: options.Texts = None,
+    start: options.Start = None,
     tokens: options.Tokens = 1_000_000,
     epochs: options.Epochs = 2.0,
     draft_vocab: options.DraftVocab = 16384,
@@ -234,6 +236,7 @@ def train(
                 out=out,
                 data=data,
                 texts=texts,
+                start=start,
                 tokens=tokens,
                 epochs=epochs,
                 draft_vocab=draft_vocab or None,
@@ -260,7 +263,9 @@ def evaluate(
     as_json: options.AsJson = False,
 ) -> None:
     """Measure how many tokens a round a drafter is worth, by category of prompts."""
-    chosen = drafter_argument(drafter, plain=False, num_speculative_tokens=None, draft_layers=None)
+    chosen = drafter_argument(
+        drafter, plain=False, num_speculative_tokens=None, draft_layers=None, model=target
+    )
     from specjax.cli import training as running
 
     with process.errors_in_one_line():

@@ -18,12 +18,15 @@ def drafter_argument(
     plain: bool,
     num_speculative_tokens: int | None,
     draft_layers: int | None,
+    model: str = "",
 ) -> dict[str, Any] | None:
     """Merges the options into one dict, or None for plain decoding.
 
     Args:
-      drafter: a method's name, a checkpoint, or a JSON object; None: "ngram", or "draft_model"
-        where `draft_layers` is given.
+      drafter: a method's name, a checkpoint, or a JSON object; None: "draft_model" where
+        `draft_layers` is given, else the best one that the registry knows for the model, else
+        "ngram".
+      model: what is decoded with.
 
     Raises:
       typer.BadParameter: options that contradict each other, bad JSON, or an unknown name.
@@ -39,7 +42,7 @@ def drafter_argument(
             )
         return None
     if drafter is None:
-        drafter = "draft_model" if draft_layers is not None else "ngram"
+        drafter = "draft_model" if draft_layers is not None else _best(model, options)
     chosen = _parse(drafter)
     for name, value in options.items():
         if chosen.setdefault(name, value) != value:
@@ -52,12 +55,14 @@ def drafter_argument(
             "--draft-layers makes a draft of the target's own first layers; it goes only with "
             f"--drafter draft_model, got {drafter!r}"
         )
-    if method == "draft_model" and not {"model", "draft_layers"} & set(chosen):
-        raise typer.BadParameter(
-            "--drafter draft_model needs --draft-layers N, the number of the target's first "
-            "layers; or give a checkpoint to draft with: --drafter PATH"
-        )
     return chosen
+
+
+def _best(model: str, options: dict[str, Any]) -> str:
+    from specjax.checkpoints.registry import entries
+
+    known = model in entries() and entries()[model].drafter is not None
+    return "default" if known and not options else "ngram"
 
 
 def _flag(name: str) -> str:

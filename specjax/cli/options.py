@@ -45,6 +45,7 @@ __all__ = [
     "Rows",
     "Seed",
     "Source",
+    "Start",
     "Stop",
     "StoredDtype",
     "Target",
@@ -113,9 +114,10 @@ Drafter = Annotated[
     str | None,
     typer.Option(
         metavar="DRAFTER",
-        help="What guesses: ngram; draft_model, with --draft-layers; the checkpoint of a smaller "
-        "model; or a JSON object.",
-        show_default="ngram",
+        help="What guesses: default, the best one known for the model; ngram; eagle3, medusa, "
+        "dflash, dspark or draft_model, where the model comes with one; draft_model with "
+        "--draft-layers; the checkpoint of a drafter or of a smaller model; or a JSON object.",
+        show_default="default, or ngram if none is known",
         rich_help_panel=_SPECULATION,
     ),
 ]
@@ -383,6 +385,14 @@ Texts = Annotated[
         metavar="DIR",
         help="A folder of texts to share between drafters.",
         show_default="DIR/texts",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Start = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="A trained drafter of the same sizes to go on from.",
         rich_help_panel=_TRAINING,
     ),
 ]

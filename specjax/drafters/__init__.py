@@ -11,6 +11,7 @@ from specjax.drafters.medusa import medusa
 from specjax.drafters.mtp import mtp
 from specjax.drafters.ngram import ngram
 from specjax.drafters.plain import plain
+from specjax.drafters.sizes import sized
 from specjax.drafters.vocabulary import VocabularyMap, onto_target, vocabulary_map
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "ngram",
     "onto_target",
     "plain",
+    "sized",
     "vocabulary_map",
 ]

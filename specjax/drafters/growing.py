@@ -7,6 +7,7 @@ a rejected draft leaves no trace and there is nothing to roll back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ class DynamicTree(NamedTuple):
     nodes: int  # N
     depth: int  # K
     top_k: int
+    min_probability: float = 0.0  # of a path; what the network thinks less likely is not proposed
 
 
 class Paths(NamedTuple):
@@ -56,16 +58,20 @@ class Paths(NamedTuple):
 Shape = DynamicTree | StaticTree | Paths
 
 
-def dynamic_tree(nodes: int = 59, depth: int = 6, top_k: int = 10) -> DynamicTree:
-    """The shape of an EAGLE-2 tree.
+def dynamic_tree(
+    nodes: int = 59, depth: int = 6, top_k: int = 10, min_probability: float = 0.0
+) -> DynamicTree:
+    """The shape of an EAGLE-2 tree. With `top_k=1` it is a chain.
 
     Args:
       nodes: N, drafted nodes that are verified.
       depth: K, levels.
       top_k: nodes of a level that are read on, and children that each has.
+      min_probability: nodes whose path the network gives less are left out, so that a draft is
+        as large as it is sure; with the drafter's `sizes`, so is the verifying pass.
 
     Raises:
-      ValueError: a number below 1, or fewer candidates than nodes.
+      ValueError: a number below 1, fewer candidates than nodes, or no probability.
     """
     for name, value in (("nodes", nodes), ("depth", depth), ("top_k", top_k)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -76,7 +82,10 @@ def dynamic_tree(nodes: int = 59, depth: int = 6, top_k: int = 10) -> DynamicTre
             f"nodes must be at most {candidates} for depth {depth} and top_k {top_k} (top_k + "
             f"(depth - 1) * top_k^2 candidates), got {nodes}"
         )
-    return DynamicTree(nodes, depth, top_k)
+    sound = isinstance(min_probability, (int, float)) and not isinstance(min_probability, bool)
+    if not (sound and 0 <= min_probability < 1):
+        raise ValueError(f"min_probability must be from 0 to below 1, got {min_probability!r}")
+    return DynamicTree(nodes, depth, top_k, float(min_probability))
 
 
 def shape_of(depth: int, tree: Any, paths: int, vocab: int) -> Shape:
@@ -387,11 +396,15 @@ def dynamic(reader: Reader, start: Start, held: Cache, shape: DynamicTree, batch
     if others is not None:
         parts.append(tuple(x.swapaxes(0, 1).reshape(batch, -1) for x in others))
     tokens, parent, score = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+    if shape.min_probability > 0:
+        score = jnp.where(score >= math.log(shape.min_probability), score, -jnp.inf)
     score, chosen = jax.lax.top_k(score, shape.nodes)
+    # Those that are left out come last, so that the others are the first nodes.
+    chosen = jnp.where(score > -jnp.inf, chosen, chosen + tokens.shape[1])
     order = jnp.argsort(chosen, axis=1)
     pick = lambda x: jnp.take_along_axis(x, order, axis=1)
     score, chosen = pick(score), pick(chosen)
-    at = lambda x: jnp.take_along_axis(x, chosen, axis=1)
+    at = lambda x: jnp.take_along_axis(x, chosen % tokens.shape[1], axis=1)
     # A parent's place is how many of the chosen come before it.
     parents = jnp.sum(chosen[:, None, :] + 1 < at(parent)[:, :, None], axis=-1) + 1
     parents = jnp.where((at(parent) == 0) | (score == -jnp.inf), 0, parents).astype(jnp.int32)

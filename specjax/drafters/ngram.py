@@ -53,7 +53,6 @@ def lookup(
     return jnp.take_along_axis(tokens, index, axis=1), found
 
 
-@functools.cache
 def ngram(
     num_speculative_tokens: int = 5, *, prompt_lookup_min: int = 1, prompt_lookup_max: int = 3
 ) -> Drafter:
@@ -79,7 +78,11 @@ def ngram(
             f"prompt_lookup_min ({prompt_lookup_min}) must not be above "
             f"prompt_lookup_max ({prompt_lookup_max})"
         )
+    return _ngram(num_speculative_tokens, prompt_lookup_min, prompt_lookup_max)
 
+
+@functools.cache
+def _ngram(num_tokens: int, shortest: int, longest: int) -> Drafter:
     def init(params, prefill):
         return ()
 
@@ -87,9 +90,9 @@ def ngram(
         tokens, found = lookup(
             context.tokens,
             context.lengths,
-            num_speculative_tokens,
-            prompt_lookup_min,
-            prompt_lookup_max,
+            num_tokens,
+            shortest,
+            longest,
         )
         valid = jnp.broadcast_to(found[:, None], tokens.shape)
         return tree.chain_proposal(tokens, valid), state
@@ -102,6 +105,6 @@ def ngram(
         draft=draft,
         update=update,
         name="ngram",
-        depth=num_speculative_tokens,
-        nodes=num_speculative_tokens,
+        depth=num_tokens,
+        nodes=num_tokens,
     )

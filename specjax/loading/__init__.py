@@ -40,8 +40,9 @@ def load(
     Args:
       target: a registry name (`specjax models` lists them), a Hugging Face checkpoint folder, a
         GGUF file, or a folder that `specjax.save` wrote.
-      drafter: None for plain decoding; a method's name (`"ngram"`); a checkpoint, which becomes a
-        draft model; a `Drafter`; or a dict, e.g.
+      drafter: None for plain decoding; `"default"`, the one that measured best with a target of
+        the registry; a method's name (`"ngram"`); a checkpoint, which becomes a draft model; a
+        `Drafter`; or a dict, e.g.
         `{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}`,
         `{"method": "draft_model", "model": "path/to/folder"}`,
         `{"method": "draft_model", "draft_layers": 8}` (the target's own first layers),
@@ -49,10 +50,13 @@ def load(
         kinds of draft models take "quantize". The folder of a published drafter is recognised
         (EAGLE, EAGLE-3, Medusa, MTP, DFlash, DSpark, in their own formats or in that of
         speculators); `{"method": "eagle3", "model": "path/to/folder", "tree": {"nodes": 24,
-        "depth": 5, "top_k": 6}}` gives options of its method. `"mtp"` and `"medusa"` alone mean
-        modules within the target's own checkpoint. Two drafters become one by
+        "depth": 5, "top_k": 6}}` gives options of its method. A method without "model" means
+        modules within the target's own checkpoint, or the drafter that comes with the package.
+        Two drafters become one by
         `{"method": "fallback", "first": "ngram", "second": "path/to/folder"}` (the second where
-        the first finds nothing) and `{"method": "merged", ...}` (the trees of both as one).
+        the first finds nothing) and `{"method": "merged", ...}` (the trees of both as one). With
+        any method, "verify_sizes", e.g. [0, 3], compiles shorter verifying passes for drafts of at
+        most so many nodes.
       mesh: devices to spread the weights over, with axes "data" and "model".
       dtype: "float32", "bfloat16" or "float16"; default float32 on a CPU, else bfloat16.
       quantize: "int8" or "int4" rounds the target's weights as they are read, with a scale for

@@ -55,13 +55,12 @@ def _draft_model(
         _check_draft_exists(model)
     own = model is not None and learned.method_of(model) == "draft_model"
     # Of a draft that shares the target's embedding and head the first layers may be enough.
-    given = (model is not None) + (draft_layers is not None and not own)
-    if given == 2 or (given == 0 and quantize is None):
+    if model is not None and draft_layers is not None and not own:
         raise ValueError(
-            'drafter "draft_model" needs one of "model" (a checkpoint) and "draft_layers" (how '
-            'many of the target\'s first layers), or "quantize" alone (the target itself, in fewer '
-            f"bits), got model={model!r}, draft_layers={draft_layers}"
+            'drafter "draft_model" takes "model" (a checkpoint) or "draft_layers" (how many of the '
+            f"target's first layers), not both; got model={model!r}, draft_layers={draft_layers}"
         )
+    bundled = model is None and draft_layers is None and quantize is None
     bits = bits_of(quantize)
     if draft_layers is not None and (
         not isinstance(draft_layers, int) or isinstance(draft_layers, bool)
@@ -75,6 +74,10 @@ def _draft_model(
         return drafters.draft_tree(network, depth, **options)
 
     def build(target: Target) -> tuple[Drafter, PyTree]:
+        if bundled:
+            path = learned.own_drafter("draft_model", target)
+            draft, weights = learned.within_target(path, target, None, None)
+            return make(draft), weights
         if model is None:
             config, weights = target.loaded.config, target.loaded.weights
             if draft_layers is not None:
@@ -141,7 +144,7 @@ def builder(drafter: Any) -> _Build:
             f"got {drafter!r}"
         )
     options = dict(drafter)
-    method = options.pop("method")
+    method, sizes = options.pop("method"), options.pop("verify_sizes", None)
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"drafter method {method!r} is not known; known: {', '.join(METHODS)}")
     make = METHODS[method]
@@ -150,9 +153,18 @@ def builder(drafter: Any) -> _Build:
     if unknown:
         raise ValueError(
             f"drafter method {method!r} has no option {', '.join(map(repr, unknown))}; "
-            f"it has: {', '.join(sorted(known))}"
+            f"it has: {', '.join(sorted({*known, 'verify_sizes'}))}"
         )
-    return make(**options)
+    build = make(**options)
+    return build if sizes is None else _sized(build, sizes)
+
+
+def _sized(build: _Build, sizes: Any) -> _Build:
+    def sized(target: Target) -> tuple[Drafter, PyTree]:
+        made, weights = build(target)
+        return drafters.sized(made, sizes), weights
+
+    return sized
 
 
 def _of_checkpoint(source: str | os.PathLike[str]) -> dict[str, Any]:
@@ -161,11 +173,26 @@ def _of_checkpoint(source: str | os.PathLike[str]) -> dict[str, Any]:
     return {"method": "draft_model" if found is None else found, "model": source}
 
 
+def _default() -> _Build:
+    def build(target: Target) -> tuple[Drafter, PyTree]:
+        path = target.loaded.checkpoint.path
+        best = checkpoints.default_drafter(path)
+        if best is None:
+            raise ValueError(
+                f"no drafter is known to be the best for {path}; name one, for instance "
+                'drafter="ngram", which needs no weights'
+            )
+        return builder(best)(target)
+
+    return build
+
+
 METHODS: Mapping[str, Callable[..., _Build]] = {
     "ngram": _ngram,
     "draft_model": _draft_model,
     **learned.METHODS,
     **combined.methods(builder),
+    "default": _default,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -150,9 +151,10 @@ def tree_of(tree: Any, num_speculative_tokens: Any) -> Any:
         )
     if not isinstance(tree, Mapping):
         return tree
-    unknown = sorted(set(tree) - {"nodes", "depth", "top_k"})
+    known = list(inspect.signature(drafters.dynamic_tree).parameters)
+    unknown = sorted(set(tree) - set(known))
     if unknown:
         raise ValueError(
-            f"tree has no option {', '.join(map(repr, unknown))}; it has: nodes, depth, top_k"
+            f"tree has no option {', '.join(map(repr, unknown))}; it has: {', '.join(known)}"
         )
     return drafters.dynamic_tree(**tree)

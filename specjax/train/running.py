@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax import loading
+from specjax import checkpoints, loading
+from specjax.loading.reading import How, read_weights
 from specjax.train.choosing import draft_vocabulary, token_counts
 from specjax.train.prompts import read_prompts
 from specjax.train.recipe import frozen
@@ -22,8 +25,8 @@ from specjax.train.recipes import PLANNERS, Plan, default_features
 from specjax.train.settings import agree
 from specjax.train.texts import Writing, read_shards, write_texts
 from specjax.train.training import Progress, Training, train
-from specjax.train.windows import Windows, held_out, open_windows
-from specjax.types import Params
+from specjax.train.windows import Windows, batch_at, held_out, open_windows, with_states
+from specjax.types import Params, PyTree
 
 __all__ = [
     "Job",
@@ -45,6 +48,7 @@ class Job(NamedTuple):
     out: Path
     data: Path | None = None  # prompts; None: the target makes its own
     texts: Path | None = None  # a folder of texts to use or to fill; None: out / "texts"
+    start: Path | None = None  # a trained drafter of the same sizes to go on from
     tokens: int = 1_000_000  # of texts
     epochs: float = 2.0
     draft_vocab: int | None = 16384  # None: the target's
@@ -70,6 +74,8 @@ Watcher = Callable[[Stage], None]
 
 _HELD = 0.05  # share of the texts that is not trained on
 _FREQUENT = 1024  # tokens that every step compares laws on
+_FITTED = 300_000  # tokens that a closed-form start is fitted to, at most
+_FIT_ROWS = 4
 
 
 def stated_bytes(params: Params, features: int, tokens: int) -> int:
@@ -152,6 +158,7 @@ def train_drafter(
     plan, draft_ids = _planned(params, job, counts)
     features = () if job.online else plan.recipe.features
     windows, held = _split(job, open_windows(folder, job.window, features))
+    weights, draft_ids = _begun(job, params, plan, draft_ids, windows)
     training = batch_plan(job, len(windows.places))
     frequent = np.argsort(-counts[draft_ids], kind="stable")[:_FREQUENT]
 
@@ -161,7 +168,7 @@ def train_drafter(
     weights, finished = train(
         plan.recipe,
         frozen(params, draft_ids),
-        plan.start(jax.random.key(training.seed)),
+        weights,
         windows,
         held,
         training,
@@ -218,6 +225,55 @@ def _planned(params: Params, job: Job, counts: np.ndarray) -> tuple[Plan, np.nda
     if reduced is None:
         return plan, np.arange(size, dtype=np.int32)
     return plan, draft_vocabulary(counts, reduced, params.eos_ids)
+
+
+def _begun(
+    job: Job, params: Params, plan: Plan, draft_ids: np.ndarray, windows: Windows
+) -> tuple[PyTree, np.ndarray]:
+    """The weights that training starts from, and the draft's tokens.
+
+    Raises:
+      ValueError: `job.start` is no drafter of this kind and of these sizes.
+    """
+    fresh = plan.start(jax.random.key(job.training.get("seed", Training(steps=1).seed)))
+    if job.start is not None:
+        return _stored(job.start, job.drafter, params, plan, fresh, draft_ids)
+    if plan.fit is None or (job.out / "training" / "checkpoints").exists():
+        return fresh, draft_ids
+    count = min(len(windows.places), _FITTED // job.window) // _FIT_ROWS
+    batches = (batch_at(windows, i, _FIT_ROWS) for i in range(max(1, count)))
+    if job.online:
+        complete = jax.jit(functools.partial(with_states, params.model), static_argnums=2)
+        batches = (complete(params.target, one, plan.recipe.features) for one in batches)
+    return plan.fit(fresh, batches), draft_ids
+
+
+def _stored(
+    start: Path, method: str, params: Params, plan: Plan, fresh: PyTree, draft_ids: np.ndarray
+) -> tuple[PyTree, np.ndarray]:
+    found = checkpoints.read_draft(Path(start), params.model.config, method)
+    how = How(jnp.dtype("float32"), None)
+    weights = read_weights(found.weights, plan.recipe.logical_axes, {}, how)
+    sizes = lambda tree: {jax.tree_util.keystr(k): x.shape for k, x in _leaves(tree)}
+    have, want = sizes(weights), sizes(fresh)
+    if have != want:
+        name = sorted(k for k in have | want if have.get(k) != want.get(k))[0]
+        raise ValueError(
+            f"start {str(start)!r} has other sizes: {name} is {have.get(name)}, the options say "
+            f"{want.get(name)}; give the options it was trained with"
+        )
+    if found.offsets is not None:
+        ids = (np.arange(found.offsets.size) + found.offsets).astype(np.int32)
+        if ids.size != draft_ids.size:
+            raise ValueError(
+                f"start {str(start)!r} has {ids.size} tokens, wanted draft_vocab={draft_ids.size}"
+            )
+        draft_ids = ids
+    return jax.tree.map(lambda x: x.astype(jnp.float32), weights), draft_ids
+
+
+def _leaves(tree: PyTree) -> list[Any]:
+    return jax.tree_util.tree_leaves_with_path(tree)
 
 
 def batch_plan(job: Job, windows: int) -> Training:

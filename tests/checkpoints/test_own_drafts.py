@@ -68,6 +68,23 @@ def test_folders_that_are_refused(tmp_path, changes, message):
         checkpoints.read_draft(_changed(tmp_path, **changes), toy.CONFIG)
 
 
+def test_the_default_drafter_is_the_registrys(tmp_path, monkeypatch):
+    target = toy.saved_target(tmp_path)
+    entry = registry.Entry(name="toy", summary="", licence="", note="", hub="x/toy")
+    monkeypatch.setattr(registry, "entries", lambda: {"toy": entry})
+    monkeypatch.setattr(registry, "_locate", lambda found: target)
+    monkeypatch.setattr(registry, "_BUNDLED", tmp_path / "bundled")
+    with pytest.raises(ValueError, match=r"no drafter is known to be the best for .*target"):
+        specjax.load("toy", drafter="default")
+    save_draft(tmp_path / "bundled/toy/medusa", "medusa", CONFIG, WEIGHTS, toy.CONFIG)
+    both = {"method": "fallback", "first": "ngram", "second": "medusa", "verify_sizes": [0, 2]}
+    entry = entry._replace(drafter=both)
+    params = specjax.load("toy", drafter="default")
+    assert params.drafter.name == "fallback(ngram, medusa)"
+    assert params.drafter.sizes == (0, 2)
+    assert specjax.load(target, drafter="default").drafter == params.drafter
+
+
 def test_a_bundled_drafter_is_found_by_its_method_alone(tmp_path, monkeypatch):
     target = toy.saved_target(tmp_path)
     entry = registry.Entry(name="toy", summary="", licence="", note="", hub="x/toy")

@@ -137,6 +137,35 @@ def test_text_and_accepted_lengths_with_a_dynamic_tree(shared, name):
     assert_rounds(out, expected["accept_lengths"] + 1)
 
 
+def test_a_tree_leaves_out_what_is_not_likely(shared):
+    """The likely part of a tree, and all of it; its nodes come first."""
+    floor, most = 3e-3, 40
+    found, params = _params(shared, "eagle3", tree=drafters.dynamic_tree(most, 4, 6))
+    state, context, _ = _state(params, found)
+    whole = _draft(params, state, context)
+    shape = drafters.dynamic_tree(most, 4, 6, floor)
+    found, params = _params(shared, "eagle3", tree=shape)
+    part = _draft(params, state, context)
+    count = int(part.valid.sum())
+    assert 3 < count < most
+    assert bool(part.valid[0, :count].all())
+    texts = lambda x, n: {tuple(path) for path in _texts(x)[:n]}
+    assert texts(part, count) < texts(whole, most)
+    looser = drafters.dynamic_tree(most, 4, 6, floor / 2)
+    _, params = _params(shared, "eagle3", tree=looser)
+    more = _draft(params, state, context)
+    assert texts(part, count) < texts(more, int(more.valid.sum()))
+
+
+def _texts(proposal):
+    """The tokens from the root to each node."""
+    parents, tokens = np.asarray(proposal.parents[0]), np.asarray(proposal.tokens[0])
+    paths = [()]
+    for parent, token in zip(parents, tokens, strict=True):
+        paths.append((*paths[parent], int(token)))
+    return paths[1:]
+
+
 def test_deepspec_text_and_accepted_lengths(shared):
     found, params = _params(shared, "deepspec-eagle3")
     wanted = found.expected["generated_ids"].tolist()

@@ -29,6 +29,7 @@ BLOCK = {"mask_token_id": 1, "block_size": 4, "num_layers": 2, "anchors": 11}
 CASES = {
     "eagle": ("eagle", {"steps": 3}, False, 3),
     "eagle3": ("eagle3", {"steps": 3}, False, 3),
+    "eagle3 as published": ("eagle3", {"steps": 2, "mixed": False}, False, 2),
     "eagle3 of fewer tokens": ("eagle3", {"steps": 3, "draft_vocab": DV}, True, 3),
     "eagle3 with a head": ("eagle3", {"steps": 2, "draft_vocab": DV, "own_head": True}, True, 2),
     "mtp": ("mtp", {"modules": 2}, False, 2),

@@ -182,3 +182,39 @@ def test_the_command_trains_and_goes_on(own, tmp_path):
     other = CliRunner().invoke(app, [*command, "--epochs", "3"])
     assert other.exit_code == 2
     assert "epochs was 2.0, is 3.0" in other.stderr
+
+
+def test_training_goes_on_from_a_drafter(tmp_path):
+    """A head of one step is the start of one of three; its vocabulary stays its own."""
+    target = toy.saved_target(tmp_path, chat=True)
+    texts = tmp_path / "texts"
+    common = {
+        "target": str(target),
+        "drafter": "eagle3",
+        "texts": texts,
+        "data": _file(tmp_path, [f"w{i} w{i + 1} w{2 * i}" for i in range(24)]),
+        "tokens": 3000,
+        "draft_vocab": 32,
+        "window": 32,
+        "training": FAST,
+        "writing": {"rows": 16, "answer_tokens": 24},
+    }
+    first = train_drafter(Job(**common, out=tmp_path / "one", options={"steps": 1}))
+    job = Job(**common, out=tmp_path / "two", options={"steps": 3}, start=first)
+    second = train_drafter(job)
+    curves = [
+        [json.loads(line) for line in (tmp_path / name / "training/curve.jsonl").open()]
+        for name in ("one", "two")
+    ]
+    assert [len(curve[0]["agreed"]) for curve in curves] == [1, 3]
+    assert curves[1][0]["accepted"][0] == pytest.approx(curves[0][-1]["accepted"][0], abs=0.1)
+    ids = [
+        specjax.load(str(target), drafter={"method": "eagle3", "model": folder}).draft[1].d2t
+        for folder in (first, second)
+    ]
+    np.testing.assert_array_equal(*ids)
+    bad = job._replace(out=tmp_path / "three", options={"steps": 1, "intermediate_size": 8})
+    with pytest.raises(ValueError, match=r"start .* has other sizes: .*mlp.*; give the options"):
+        train_drafter(bad)
+    with pytest.raises(ValueError, match="wanted draft_vocab=16"):
+        train_drafter(job._replace(out=tmp_path / "four", draft_vocab=16))

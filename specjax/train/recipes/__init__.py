@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +20,11 @@ from specjax.models.mtp import MtpConfig
 from specjax.train.recipe import Recipe
 from specjax.train.recipes.blocks import block_recipe
 from specjax.train.recipes.distilled import distilled_recipe
-from specjax.train.recipes.eagle import eagle_recipe
+from specjax.train.recipes.eagle import eagle_recipe, fitted_eagle
 from specjax.train.recipes.early_exit import early_exit_recipe
 from specjax.train.recipes.medusa import medusa_recipe
 from specjax.train.recipes.mtp import mtp_recipe
+from specjax.train.windows import Batch
 from specjax.types import Params, PyTree
 
 __all__ = ["PLANNERS", "Plan", "Planner", "default_features"]
@@ -34,6 +35,8 @@ class Plan(NamedTuple):
 
     recipe: Recipe
     start: Callable[[Array], PyTree]  # key -> weights
+    # (weights, batches with the recipe's states) -> better ones, in closed form
+    fit: Callable[[PyTree, Iterable[Batch]], PyTree] | None = None
 
 
 class Planner(NamedTuple):
@@ -82,13 +85,18 @@ def _eagle3(
     steps: int = 4,
     intermediate_size: int | None = None,
     num_kv_heads: int | None = None,
+    mixed: bool = True,
     **options: Any,
 ) -> Plan:
     config = params.model.config
     decoder = _layers(config, 1, intermediate_size=intermediate_size, num_kv_heads=num_kv_heads)
+    if features is None:
+        # What is linear in them is best guessed from the last ones.
+        features = default_features(config)[-3:] if mixed else _some(config)
     made = EagleConfig(
         decoder=decoder,
-        features=_some(config) if features is None else features,
+        features=tuple(features),
+        mixed=mixed,
         target_size=config.hidden_size,
         draft_vocab=draft_vocab,
         fc_norm=True,
@@ -100,7 +108,7 @@ def _eagle3(
         weights["norm"] = _softened(params)
         return weights
 
-    return Plan(recipe, start)
+    return Plan(recipe, start, functools.partial(fitted_eagle, params, made) if mixed else None)
 
 
 def _eagle(

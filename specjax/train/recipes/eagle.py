@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -25,6 +27,7 @@ from specjax.checkpoints import save_draft
 from specjax.models.attention import joined
 from specjax.models.eagle import EagleConfig, eagle_network, random_eagle
 from specjax.train import losses
+from specjax.train.least_squares import least_squares, unit_rms
 from specjax.train.recipe import (
     Choice,
     Frozen,
@@ -39,7 +42,7 @@ from specjax.train.recipe import (
 from specjax.train.windows import Batch
 from specjax.types import Block, Params
 
-__all__ = ["eagle_recipe"]
+__all__ = ["eagle_recipe", "fitted_eagle"]
 
 
 def unrolled_mask(length: int, step: int) -> Array:
@@ -142,3 +145,65 @@ def eagle_recipe(
 def _behind(earlier: Block, block: Block) -> Block:
     join = lambda old, new: tuple(joined(a, b) for a, b in zip(old, new, strict=True))
     return Block(keys=join(earlier.keys, block.keys), values=join(earlier.values, block.values))
+
+
+def fitted_eagle(
+    params: Params,
+    config: EagleConfig,
+    weights: dict[str, Any],
+    batches: Iterable[Batch],
+    prompt_weight: float = 0.1,
+) -> dict[str, Any]:
+    """A mixed head that starts as the best linear guess: attention and feed-forward add nothing.
+
+    Args:
+      params: the target.
+      config: of the head, with `mixed` and `fc_norm`.
+      weights: freshly initialised.
+      batches: with the states that the recipe wants.
+      prompt_weight: of tokens that are not answers.
+    """
+    decoder, last = params.model.config, params.model.config.num_layers
+    size = decoder.hidden_size
+
+    @jax.jit
+    def rows(target: Any, batch: Batch) -> tuple[Array, Array, Array]:
+        known = same_text(batch, 0, 2) & aligned(batch.known, 1)
+        parts = [params.model.embed(target, aligned(batch.tokens, 1))]
+        parts += [batch.state(i) for i in config.features]
+        x = jnp.concatenate([unit_rms(part) for part in parts], axis=-1)
+        goal = aligned(batch.state(last), 1)
+        here = worth(known, aligned(batch.answer, 2), prompt_weight)
+        return x.reshape(-1, x.shape[-1]), goal.reshape(-1, size), here.reshape(-1)
+
+    kept = None
+
+    def counted() -> Iterator[tuple[Array, Array, Array]]:
+        nonlocal kept
+        for batch in batches:
+            found = rows(params.target, batch)
+            kept = found if kept is None else kept
+            yield found
+
+    found, _ = least_squares(counted())
+    token, states = found[:, :size], found[:, size:]
+    x, _, here = (np.asarray(part) for part in kept)
+    x = x[here > 0]
+    rms = lambda y: np.sqrt(np.mean(y * y, axis=-1)).mean()
+    fused, whole = rms(x[:, size:] @ states.T), rms(x @ found.T)
+    flat = jnp.ones(size, jnp.float32)
+    offset = decoder.norm_offset
+    first = weights["layers"][0]
+    first = {
+        **first,
+        "mix": {"weight": jnp.asarray(np.concatenate([token, np.eye(size)], axis=1), jnp.float32)},
+        "state_norm": {**first["state_norm"], "scale": fused * flat - offset},
+        "attn": {**first["attn"], "o": jax.tree.map(jnp.zeros_like, first["attn"]["o"])},
+        "mlp": {**first["mlp"], "down": jax.tree.map(jnp.zeros_like, first["mlp"]["down"])},
+    }
+    return {
+        **weights,
+        "fc": {**weights["fc"], "weight": jnp.asarray(states)},
+        "layers": {**weights["layers"], 0: first},
+        "norm": {**weights["norm"], "scale": whole * flat - offset},
+    }
