@@ -8,6 +8,7 @@ and a planner beside the others in `recipes`.
 
 from __future__ import annotations
 
+from specjax.train.confidence import calibrate, confidences, write_temperatures
 from specjax.train.evaluation import Group, Report, evaluate_prompts, read_groups
 from specjax.train.recipe import Recipe
 from specjax.train.running import Job, Stage, train_drafter
@@ -22,10 +23,13 @@ __all__ = [
     "Stage",
     "Training",
     "Writing",
+    "calibrate",
+    "confidences",
     "evaluate_prompts",
     "read_groups",
     "read_texts",
     "train",
     "train_drafter",
+    "write_temperatures",
     "write_texts",
 ]
