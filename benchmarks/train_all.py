@@ -27,9 +27,9 @@ LARGEST = 14_000_000  # bytes of a drafter
 # Sizes that keep each drafter below LARGEST in bfloat16.
 DRAFTERS = {
     "eagle3": {"steps": 4, "num_kv_heads": 9},
-    "medusa": {"num_heads": 4, "num_layers": 2},
+    "medusa": {"num_heads": 4, "num_layers": 1},
     "dflash": {"intermediate_size": 1024},
-    "dspark": {"intermediate_size": 768, "markov_rank": 16},
+    "dspark": {"intermediate_size": 512, "markov_rank": 16},
     "draft_model": {"layers": (0, 29), "intermediate_size": 1408},
 }
 

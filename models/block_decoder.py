@@ -15,6 +15,7 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -36,6 +37,12 @@ class BlockConfig:
 
     `decoder` describes the layers; its vocabulary is the target's, and a window of w lets a block
     see the last w - 1 committed tokens before its first one.
+
+    With `mixed` = m, the i-th slot that guesses starts from M_i [norm e ; norm v] in place of a
+    mask's embedding, where e is the embedding of the block's first token, and v what the first
+    layer keeps as values of the last token in the cache; slots beyond the m-th share the last
+    product. So the best linear guess of the states ahead is a network of this kind, and training
+    can start from there.
     """
 
     decoder: DecoderConfig
@@ -46,6 +53,7 @@ class BlockConfig:
     mask_token_id: int
     from_anchor: bool = False
     window_causal: bool = False  # layers with a window: a slot sees no later ones of its block
+    mixed: int = 0
     own_embedding: bool = False
     own_head: bool = False
     markov_rank: int = 0  # 0: no Markov head
@@ -63,6 +71,13 @@ class BlockDecoder(nnx.Module):
         fused = len(config.features) * config.target_size
         self.fc = Linear(("embed", None), (width, fused), False, rngs)
         self.hidden_norm = norm(decoder)
+        if config.mixed:
+            sized = lambda size: norm(dataclasses.replace(decoder, hidden_size=size))
+            values = decoder.num_kv_heads * decoder.head_dim
+            self.fc_norm = nnx.List([sized(config.target_size) for _ in config.features])
+            self.token_norm, self.value_norm = norm(decoder), sized(values)
+            axes, shape = ("embed", None), (width, width + values)
+            self.mix = nnx.List([Linear(axes, shape, False, rngs) for _ in range(config.mixed)])
         self.layers = nnx.List([Layer(decoder, i, rngs) for i in range(decoder.num_layers)])
         self.norm = norm(decoder)
         if config.own_embedding:
@@ -79,8 +94,10 @@ class BlockDecoder(nnx.Module):
 
     def fuse(self, features: tuple[Array, ...]) -> Array:
         """States `[B, T, E]` of the target to `[B, T, W]` float32."""
-        states = jnp.concatenate([x.astype(jnp.float32) for x in features], axis=-1)
-        return self.hidden_norm(self.fc(states))
+        features = tuple(x.astype(jnp.float32) for x in features)
+        if self.config.mixed:
+            features = tuple(n(x) for n, x in zip(self.fc_norm, features, strict=True))
+        return self.hidden_norm(self.fc(jnp.concatenate(features, axis=-1)))
 
     def project(self, fused: Array, cache: Cache) -> Block:
         """See `specjax.types.ProjectFn`."""
@@ -95,11 +112,26 @@ class BlockDecoder(nnx.Module):
     def __call__(self, embedded: Array, cache: Cache) -> Array:
         """See `specjax.types.BlockFn`."""
         x = embedded.astype(jnp.float32)
+        if self.config.mixed:
+            x = self._mixed(x, cache)
         passes = self._passes(x.shape[1], cache.lengths)
         for i, layer in enumerate(self.layers):
             local = self.config.decoder.window(i) is not None
             x, _ = layer(x, (cache.keys[i], cache.values[i]), passes[local])
         return self.norm(x)
+
+    def _mixed(self, embedded: Array, cache: Cache) -> Array:
+        """What the slots start from, `[B, T, W]`; one that does not guess keeps its embedding."""
+        values = cache.values[0]
+        at = jnp.maximum(cache.lengths - 1, 0)[:, None, None, None]
+        last = jnp.take_along_axis(values, at, axis=2).astype(jnp.float32)
+        last = last.reshape(last.shape[0], -1)
+        read = jnp.concatenate([self.token_norm(embedded[:, 0]), self.value_norm(last)], axis=-1)
+        made = jnp.stack([mix(read) for mix in self.mix], axis=1)
+        first = 0 if self.config.from_anchor else 1
+        slots = embedded.shape[1] - first
+        made = made[:, np.minimum(np.arange(slots), self.config.mixed - 1)]
+        return jnp.concatenate([embedded[:, :first], made], axis=1)
 
     def _passes(self, steps: int, lengths: Array) -> dict[bool, Pass]:
         """What layers share: those that see everything, and (True) those with a window.

@@ -4,7 +4,8 @@ Of head i, with L residual blocks and h the state after the target's final norm,
 
     z_0 = h,    z_l = z_(l-1) + silu(W_l z_(l-1) + b_l),    logits = U z_L
 
-where U is the head's own output matrix, or the target's.
+where U is the head's own output matrix, or the target's. A mixed head begins with z_0 = M h, so
+that the best linear guess of a state ahead is a head of this kind.
 
 Reference: Cai et al. 2024 (arXiv:2401.10774), section 2.1.
 """
@@ -49,6 +50,7 @@ class MedusaConfig:
     vocab_size: int
     target_layers: int  # of the model whose last state they read
     own_output: bool = True  # False: they use the target's output matrix
+    mixed: bool = False  # the first block reads a product with the state
 
 
 class MedusaHead(nnx.Module):
@@ -57,6 +59,8 @@ class MedusaHead(nnx.Module):
     def __init__(self, config: MedusaConfig, rngs: nnx.Rngs):
         width = config.hidden_size
         blocks = range(config.num_layers)
+        if config.mixed:
+            self.mix = Linear(("embed", None), (width, width), False, rngs)
         self.blocks = nnx.List(
             [Linear(("mlp", "embed"), (width, width), True, rngs) for _ in blocks]
         )
@@ -65,7 +69,7 @@ class MedusaHead(nnx.Module):
 
     def __call__(self, hidden: Array, unembed: Callable[[Array], Array]) -> Array:
         """`[..., E]` to float32 logits `[..., V]`."""
-        z = hidden
+        z = self.mix(hidden) if hasattr(self, "mix") else hidden
         for block in self.blocks:
             z = z + jax.nn.silu(block(z))
         return matmul(z, self.output.weight[...]) if hasattr(self, "output") else unembed(z)

@@ -133,6 +133,7 @@ TABLE = {
     "mtp, three steps": lambda: _mtp(3, 2),
     "medusa": lambda: _medusa(BRANCHED),
     "dflash": lambda: _block(),
+    "dflash, mixed": lambda: _block(mixed=2),
     "dspark": lambda: _block(markov_kind="gated", markov_rank=4, confidence=True, from_anchor=True),
     "fallback": lambda: _both(drafters.fallback, num_speculative_tokens=4),
     "merged": lambda: _both(drafters.merged, num_speculative_tokens=2),

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from specjax.train.recipes import PLANNERS, Plan, default_features
 from specjax.train.settings import agree
 from specjax.train.texts import Writing, read_shards, write_texts
 from specjax.train.training import Progress, Training, train
-from specjax.train.windows import Windows, batch_at, held_out, open_windows, with_states
+from specjax.train.windows import Batch, Windows, batch_at, held_out, open_windows, with_states
 from specjax.types import Params, PyTree
 
 __all__ = [
@@ -241,10 +241,13 @@ def _begun(
     if plan.fit is None or (job.out / "training" / "checkpoints").exists():
         return fresh, draft_ids
     count = min(len(windows.places), _FITTED // job.window) // _FIT_ROWS
-    batches = (batch_at(windows, i, _FIT_ROWS) for i in range(max(1, count)))
-    if job.online:
-        complete = jax.jit(functools.partial(with_states, params.model), static_argnums=2)
-        batches = (complete(params.target, one, plan.recipe.features) for one in batches)
+    complete = jax.jit(functools.partial(with_states, params.model), static_argnums=2)
+
+    def batches() -> Iterator[Batch]:
+        for i in range(max(1, count)):
+            batch = batch_at(windows, i, _FIT_ROWS)
+            yield complete(params.target, batch, plan.recipe.features) if job.online else batch
+
     return plan.fit(fresh, batches), draft_ids
 
 

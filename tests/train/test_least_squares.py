@@ -56,7 +56,7 @@ def test_a_head_starts_as_the_linear_guess(tmp_path):
     windows = open_windows(texts, 32, plan.recipe.features)
     batches = [batch_at(windows, i, 4) for i in range(len(windows.places) // 4)]
     fresh = plan.start(jax.random.key(0))
-    fitted = plan.fit(fresh, batches)
+    fitted = plan.fit(fresh, lambda: batches)
 
     size, last = toy.CONFIG.hidden_size, toy.CONFIG.num_layers
     rows, wanted = [], []
@@ -89,3 +89,38 @@ def test_a_head_starts_as_the_linear_guess(tmp_path):
     assert agreed(fitted) == pytest.approx(linear, abs=0.05)
     assert agreed(fitted) > agreed(fresh) + 0.2
     assert size == fitted["fc"]["weight"].shape[0]
+
+
+METHODS = {
+    "medusa": {"num_heads": 3},
+    "dflash": {"mask_token_id": 1, "block_size": 5, "mixed": 3, "anchors": 12},
+    "dspark": {"mask_token_id": 1, "block_size": 4, "mixed": 3, "markov_rank": 4, "anchors": 12},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_and_blocks_start_as_linear_guesses(tmp_path, method):
+    """Of each slot; and from the start the first is about as good as an EAGLE head's."""
+    path = toy.saved_target(tmp_path)
+    params = specjax.load(path)
+    texts = toy.write_toy_texts(tmp_path / "texts")
+    plan = PLANNERS[method].plan(params, **METHODS[method])
+    windows = open_windows(texts, 32, plan.recipe.features)
+    batches = [batch_at(windows, i, 4) for i in range(len(windows.places) // 4)]
+    fresh = plan.start(jax.random.key(0))
+    fitted = plan.fit(fresh, lambda: batches)
+    same = jax.tree.map(lambda a, b: a.shape == b.shape, fresh, fitted)
+    assert all(jax.tree.leaves(same))
+
+    ids = np.arange(toy.CONFIG.vocab_size, dtype=np.int32)
+    choice = choose(ids, ids, ids, ids.size, [0])
+
+    def agreed(weights):
+        sums = [
+            plan.recipe.loss(weights, frozen(params, ids), batch, choice, jax.random.key(0))[1]
+            for batch in batches
+        ]
+        total = jax.tree.map(lambda *x: sum(x), *sums)
+        return np.asarray(total.agreed / total.places)
+
+    assert np.all(agreed(fitted)[:3] > agreed(fresh)[:3] + 0.4)

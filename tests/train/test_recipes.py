@@ -35,6 +35,8 @@ CASES = {
     "mtp": ("mtp", {"modules": 2}, False, 2),
     "medusa": ("medusa", {"num_heads": 3, "num_layers": 2}, False, 3),
     "dflash": ("dflash", BLOCK, False, 3),
+    "medusa as published": ("medusa", {"num_heads": 2, "mixed": False}, False, 2),
+    "dflash as published": ("dflash", {**BLOCK, "mixed": 0}, False, 3),
     "dflash of fewer tokens": ("dflash", {**BLOCK, "draft_vocab": DV}, True, 3),
     "dspark": ("dspark", {**BLOCK, "markov_rank": 4}, False, 4),
     "dspark of fewer tokens": ("dspark", {**BLOCK, "markov_rank": 4, "draft_vocab": DV}, True, 4),

@@ -18,11 +18,11 @@ from specjax.models.eagle import EagleConfig
 from specjax.models.medusa import MedusaConfig
 from specjax.models.mtp import MtpConfig
 from specjax.train.recipe import Recipe
-from specjax.train.recipes.blocks import block_recipe
+from specjax.train.recipes.blocks import block_recipe, fitted_blocks
 from specjax.train.recipes.distilled import distilled_recipe
 from specjax.train.recipes.eagle import eagle_recipe, fitted_eagle
 from specjax.train.recipes.early_exit import early_exit_recipe
-from specjax.train.recipes.medusa import medusa_recipe
+from specjax.train.recipes.medusa import fitted_medusa, medusa_recipe
 from specjax.train.recipes.mtp import mtp_recipe
 from specjax.train.windows import Batch
 from specjax.types import Params, PyTree
@@ -35,8 +35,8 @@ class Plan(NamedTuple):
 
     recipe: Recipe
     start: Callable[[Array], PyTree]  # key -> weights
-    # (weights, batches with the recipe's states) -> better ones, in closed form
-    fit: Callable[[PyTree, Iterable[Batch]], PyTree] | None = None
+    # (weights, what gives batches with the recipe's states) -> better ones, in closed form
+    fit: Callable[[PyTree, Callable[[], Iterable[Batch]]], PyTree] | None = None
 
 
 class Planner(NamedTuple):
@@ -144,7 +144,9 @@ def _mtp(params: Params, *, modules: int = 1, **options: Any) -> Plan:
     return Plan(recipe, start)
 
 
-def _medusa(params: Params, *, num_heads: int = 4, num_layers: int = 1, **options: Any) -> Plan:
+def _medusa(
+    params: Params, *, num_heads: int = 4, num_layers: int = 1, mixed: bool = True, **options: Any
+) -> Plan:
     config = params.model.config
     made = MedusaConfig(
         num_heads=num_heads,
@@ -153,9 +155,11 @@ def _medusa(params: Params, *, num_heads: int = 4, num_layers: int = 1, **option
         vocab_size=config.vocab_size,
         target_layers=config.num_layers,
         own_output=False,
+        mixed=mixed,
     )
     recipe = medusa_recipe(params, made, **options)
-    return Plan(recipe, lambda key: recipe.init(key, params))
+    fit = functools.partial(fitted_medusa, params, made) if mixed else None
+    return Plan(recipe, lambda key: recipe.init(key, params), fit)
 
 
 def _block(
@@ -166,18 +170,23 @@ def _block(
     draft_vocab: int | None = None,
     features: tuple[int, ...] | None = None,
     block_size: int = 8,
-    num_layers: int = 2,
+    num_layers: int = 1,
+    mixed: int = 4,
     intermediate_size: int | None = None,
     num_kv_heads: int | None = None,
     markov_rank: int = 32,
     **options: Any,
 ) -> Plan:
     config = params.model.config
+    if mixed and num_kv_heads is None and config.num_heads * config.head_dim == config.hidden_size:
+        num_kv_heads = config.num_heads  # values have room for the whole state
     sizes = {"intermediate_size": intermediate_size, "num_kv_heads": num_kv_heads}
     heads = {"markov_rank": markov_rank, "confidence": True, "confidence_markov": True}
+    default = default_features(config)[-3:] if mixed else _some(config)
     made = BlockConfig(
         decoder=_layers(config, num_layers, **sizes),
-        features=_some(config) if features is None else features,
+        features=default if features is None else tuple(features),
+        mixed=mixed,
         target_size=config.hidden_size,
         draft_vocab=config.vocab_size if draft_vocab is None else draft_vocab,
         block_size=block_size,
@@ -194,7 +203,8 @@ def _block(
         weights["norm"] = _softened(params)
         return weights
 
-    return Plan(recipe, start)
+    fit = functools.partial(fitted_blocks, params, made) if mixed else None
+    return Plan(recipe, start, fit)
 
 
 def _draft_model(

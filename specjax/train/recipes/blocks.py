@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +31,13 @@ from jax import Array
 from specjax.checkpoints import save_draft
 from specjax.models.block_decoder import BlockConfig, block_network, random_block
 from specjax.train import losses
+from specjax.train.least_squares import unit_rms
 from specjax.train.recipe import Choice, Frozen, Guess, Recipe, laws, step_loss, worth
+from specjax.train.recipes.linear import ahead, solved, token_and_states
 from specjax.train.windows import Batch
 from specjax.types import BlockNetwork, Cache, Params
 
-__all__ = ["block_recipe"]
+__all__ = ["block_recipe", "fitted_blocks"]
 
 
 def block_recipe(
@@ -149,6 +152,67 @@ def block_recipe(
         logical_axes=network.logical_axes,
         save=save,
     )
+
+
+def fitted_blocks(
+    params: Params,
+    config: BlockConfig,
+    weights: dict[str, Any],
+    batches: Callable[[], Iterable[Batch]],
+    prompt_weight: float = 0.1,
+) -> dict[str, Any]:
+    """A mixed network that starts as the best linear guesses: its layers add nothing.
+
+    First the states are fused to what is best for the first guess; then each guess has the best
+    product with the token and what the first layer keeps of the fused states.
+
+    Args:
+      params: the target.
+      config: of the network, with `mixed`.
+      weights: freshly initialised.
+      batches: gives them, with the states that the recipe wants, twice.
+      prompt_weight: of tokens that are not answers.
+    """
+    decoder, last = config.decoder, params.model.config.num_layers
+    size = decoder.hidden_size
+
+    def rows(target: Any, batch: Batch) -> tuple[Array, Array, Array]:
+        x = token_and_states(params, target, batch, config.features)
+        return x, *ahead(batch, last, 1, prompt_weight)
+
+    found, x, _ = solved(params.target, rows, batches())
+    level = np.sqrt(np.mean((x @ found.T) ** 2, axis=-1)).mean()
+    fuse = jnp.asarray(found[:, size:])
+    kept = weights["layers"][0]["attn"]["v"]["weight"]
+    if kept.shape == (size, size):
+        kept = jnp.eye(size, dtype=kept.dtype)  # nothing of the states is lost
+
+    def again(target: Any, batch: Batch) -> tuple[Array, Array, Array]:
+        x = token_and_states(params, target, batch, config.features)
+        value = unit_rms(unit_rms(x[..., size:] @ fuse.T) @ kept.T)
+        y, here = ahead(batch, last, config.mixed, prompt_weight)
+        return jnp.concatenate([x[..., :size], value], axis=-1), y, here
+
+    found, _, _ = solved(params.target, again, batches())
+
+    def silent(layer: Any) -> Any:
+        zeros = lambda part, name: {**part, name: jax.tree.map(jnp.zeros_like, part[name])}
+        return {**layer, "attn": zeros(layer["attn"], "o"), "mlp": zeros(layer["mlp"], "down")}
+
+    layers = {i: silent(layer) for i, layer in weights["layers"].items()}
+    attn = layers[0]["attn"]
+    layers[0] = {**layers[0], "attn": {**attn, "v": {**attn["v"], "weight": kept}}}
+    scale = jnp.full(size, level - decoder.norm_offset, jnp.float32)
+    return {
+        **weights,
+        "fc": {**weights["fc"], "weight": fuse},
+        "layers": layers,
+        "mix": {
+            i: {"weight": jnp.asarray(found[i * size : (i + 1) * size])}
+            for i in range(config.mixed)
+        },
+        "norm": {**weights["norm"], "scale": scale},
+    }
 
 
 class _Places(NamedTuple):

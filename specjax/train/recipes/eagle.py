@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from specjax.checkpoints import save_draft
 from specjax.models.attention import joined
 from specjax.models.eagle import EagleConfig, eagle_network, random_eagle
 from specjax.train import losses
-from specjax.train.least_squares import least_squares, unit_rms
 from specjax.train.recipe import (
     Choice,
     Frozen,
@@ -39,6 +38,7 @@ from specjax.train.recipe import (
     step_loss,
     worth,
 )
+from specjax.train.recipes.linear import ahead, solved, token_and_states
 from specjax.train.windows import Batch
 from specjax.types import Block, Params
 
@@ -151,7 +151,7 @@ def fitted_eagle(
     params: Params,
     config: EagleConfig,
     weights: dict[str, Any],
-    batches: Iterable[Batch],
+    batches: Callable[[], Iterable[Batch]],
     prompt_weight: float = 0.1,
 ) -> dict[str, Any]:
     """A mixed head that starts as the best linear guess: attention and feed-forward add nothing.
@@ -160,35 +160,18 @@ def fitted_eagle(
       params: the target.
       config: of the head, with `mixed` and `fc_norm`.
       weights: freshly initialised.
-      batches: with the states that the recipe wants.
+      batches: gives them, with the states that the recipe wants.
       prompt_weight: of tokens that are not answers.
     """
     decoder, last = params.model.config, params.model.config.num_layers
     size = decoder.hidden_size
 
-    @jax.jit
     def rows(target: Any, batch: Batch) -> tuple[Array, Array, Array]:
-        known = same_text(batch, 0, 2) & aligned(batch.known, 1)
-        parts = [params.model.embed(target, aligned(batch.tokens, 1))]
-        parts += [batch.state(i) for i in config.features]
-        x = jnp.concatenate([unit_rms(part) for part in parts], axis=-1)
-        goal = aligned(batch.state(last), 1)
-        here = worth(known, aligned(batch.answer, 2), prompt_weight)
-        return x.reshape(-1, x.shape[-1]), goal.reshape(-1, size), here.reshape(-1)
+        x = token_and_states(params, target, batch, config.features)
+        return x, *ahead(batch, last, 1, prompt_weight)
 
-    kept = None
-
-    def counted() -> Iterator[tuple[Array, Array, Array]]:
-        nonlocal kept
-        for batch in batches:
-            found = rows(params.target, batch)
-            kept = found if kept is None else kept
-            yield found
-
-    found, _ = least_squares(counted())
+    found, x, _ = solved(params.target, rows, batches())
     token, states = found[:, :size], found[:, size:]
-    x, _, here = (np.asarray(part) for part in kept)
-    x = x[here > 0]
     rms = lambda y: np.sqrt(np.mean(y * y, axis=-1)).mean()
     fused, whole = rms(x[:, size:] @ states.T), rms(x @ found.T)
     flat = jnp.ones(size, jnp.float32)

@@ -8,6 +8,7 @@ Reference: Cai et al. 2024 (arXiv:2401.10774), section 2.2.1: the loss of head i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from specjax.train.recipe import (
     step_loss,
     worth,
 )
+from specjax.train.recipes.linear import ahead, solved
 from specjax.train.windows import Batch
 from specjax.types import Params
 
-__all__ = ["medusa_recipe"]
+__all__ = ["fitted_medusa", "medusa_recipe"]
 
 
 def medusa_recipe(
@@ -94,3 +96,32 @@ def medusa_recipe(
         logical_axes=heads.logical_axes,
         save=save,
     )
+
+
+def fitted_medusa(
+    params: Params,
+    config: MedusaConfig,
+    weights: dict[str, Any],
+    batches: Callable[[], Iterable[Batch]],
+    prompt_weight: float = 0.1,
+) -> dict[str, Any]:
+    """Mixed heads that start as the best linear guesses: their blocks add nothing.
+
+    Args:
+      params: the target.
+      config: of the heads, with `mixed`.
+      weights: freshly initialised.
+      batches: gives them, with the target's last states.
+      prompt_weight: of tokens that are not answers.
+    """
+    last, size = params.model.config.num_layers, config.hidden_size
+
+    def rows(target: Any, batch: Batch) -> tuple[Array, Array, Array]:
+        return batch.state(last), *ahead(batch, last, config.num_heads, prompt_weight)
+
+    found, _, _ = solved(params.target, rows, batches())
+    heads = {
+        i: {**head, "mix": {"weight": jnp.asarray(found[i * size : (i + 1) * size])}}
+        for i, head in weights["heads"].items()
+    }
+    return {**weights, "heads": heads}
