@@ -12,6 +12,7 @@ At temperature 1 the share of drafts that stood stands beside the mean of sum_x 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -25,7 +26,7 @@ from measure import environment, timed_stream, write_report
 
 import specjax
 from specjax.text import encode_prompt
-from specjax.train.evaluation import evaluate_prompts, read_groups
+from specjax.train.evaluation import evaluate_prompts, packed, read_groups
 
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 2}
 CHAIN = {"method": "eagle3", "num_speculative_tokens": 5}
@@ -56,7 +57,12 @@ def acceptance(
     batches = [
         (group, x[at : at + rows]) for group, x in ids.items() for at in range(0, len(x), rows)
     ]
-    decode = lambda params, part: specjax.decode(params, part, max_new_tokens=tokens)
+    run = jax.jit(functools.partial(specjax.decode, max_new_tokens=tokens))
+
+    def decode(params: specjax.Params, part: list[list[int]]) -> specjax.DecodeResult:
+        prompts, lengths = packed(part, 256 if max(map(len, part)) <= 256 else 2048, 4096)
+        return run(params, prompts, prompt_lengths=lengths)
+
     wanted = [np.asarray(decode(plain, part).tokens) for _, part in batches]
     found = []
     for name in names:

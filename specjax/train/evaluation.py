@@ -11,6 +11,7 @@ Spec-Bench.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,12 +27,15 @@ from specjax.text import Prompt, encode_prompt
 from specjax.train.prompts import read_lines
 from specjax.types import Context, Drafter, Outcome, Params, PyTree, record
 
-__all__ = ["Group", "Report", "evaluate_prompts", "judged", "read_groups"]
+__all__ = ["Group", "Report", "evaluate_prompts", "judged", "packed", "read_groups"]
 
 # Spec-Bench reports its eight categories of MT-bench as one group.
 _GROUPS = dict.fromkeys(
     "writing roleplay reasoning math coding extraction stem humanities".split(), "mt_bench"
 )
+
+
+_WIDTH = 256  # tokens: prompts up to here share a program
 
 
 class Group(NamedTuple):
@@ -188,33 +192,33 @@ def evaluate_prompts(
         raise ValueError("chances=True needs a temperature above 0, where drafts have a law")
     if chances:
         params = params.replace(drafter=judged(params.drafter))
+    # Inside a program of the caller's, prompts keep the width that they are given.
+    options = {"max_new_tokens": max_new_tokens, "sampling": Sampling(temperature=temperature)}
+    run = jax.jit(functools.partial(decode_recorded, **options))
+    room = max(1, params.model.max_position - max_new_tokens)
     for name, texts in groups.items():
         # Prompts of like length share a batch, so that less of it is padding.
         ids = sorted((_ids(params, text) for text in texts), key=len)
         parts = []
         for at in range(0, len(ids), rows):
             part = ids[at : at + rows]
-            result, state = decode_recorded(
-                params,
-                part,
-                max_new_tokens=max_new_tokens,
-                sampling=Sampling(temperature=temperature),
-                seed=seed + at,
-            )
+            tokens, lengths = packed(part, _WIDTH, room)
+            key = jax.random.key(seed + at)
+            result, state = run(params, tokens, prompt_lengths=lengths, key=key)
             add = lambda x: np.asarray(x)[: len(part)].sum(axis=0)  # noqa: B023
             stats = result.stats
             sums = [add(result.lengths), add(stats.rounds), add(stats.accepted)]
             sums += [add(stats.proposed)]
             sums += [add(state.chance), add(state.judged)] if chances else []
             parts.append(sums)
-        tokens, rounds, accepted, proposed, *more = (
+        emitted, rounds, accepted, proposed, *more = (
             sum(column) for column in zip(*parts, strict=True)
         )
         yield (
             name,
             Group(
                 prompts=len(ids),
-                tokens=int(tokens),
+                tokens=int(emitted),
                 rounds=int(rounds),
                 accepted=accepted.tolist(),
                 proposed=proposed.tolist(),
@@ -222,6 +226,28 @@ def evaluate_prompts(
                 judged=more[1].tolist() if chances else None,
             ),
         )
+
+
+def packed(
+    prompts: Sequence[Sequence[int]], least: int, most: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts side by side, padded to few widths, so that few programs are compiled.
+
+    Args:
+      prompts: token ids.
+      least: the smallest width; others are powers of two times it. What is beyond a prompt's end
+        is not read.
+      most: the largest width, unless a prompt is longer.
+
+    Returns:
+      Tokens `[B, T]` int32 and lengths `[B]` int32.
+    """
+    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    width = least << max(0, math.ceil(math.log2(lengths.max() / least)))
+    tokens = np.zeros((len(prompts), max(min(width, most), int(lengths.max()))), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens, lengths
 
 
 def _ids(params: Params, prompt: Prompt | Sequence[int]) -> list[int]:
