@@ -201,7 +201,24 @@ def main() -> None:
         report["speed"] = speed(args.model, args.speed, few, args.tokens)
     if not args.no_chances:
         report["temperature_1"] = chances(args.model, groups, args.tokens, args.rows)
-    write_report(report, args.out)
+    write_report(with_others(report, args.out), args.out)
+
+
+def with_others(report: dict[str, Any], path: Path | None) -> dict[str, Any]:
+    """The report, with what the file holds of other drafters, measured in the same way."""
+    if path is None or not path.exists():
+        return report
+    before = json.loads(path.read_text())
+    settings = ("model", "data", "prompts_a_group", "max_new_tokens")
+    if any(before.get(name) != report[name] for name in settings):
+        raise ValueError(f"{path} was measured in another way; name another file or remove it")
+    for part in ("acceptance", "speed"):
+        new = report.get(part, [])
+        named = {row["drafter"] for row in new}
+        kept = [row for row in before.get(part, []) if row["drafter"] not in named]
+        order = {name: i for i, name in enumerate(CONFIGURATIONS)}
+        report[part] = sorted(kept + new, key=lambda row: order.get(row["drafter"], len(order)))
+    return {**before, **report}
 
 
 if __name__ == "__main__":

@@ -41,6 +41,13 @@ class Entry(NamedTuple):
     drafter: Mapping[str, Any] | None = None  # the best measured one, as `specjax.load` takes it
 
     @property
+    def bundled(self) -> tuple[str, ...]:
+        """Methods whose drafter for it comes with the package."""
+        names = {folder: method for method, folder in _FOLDERS.items()}
+        found = sorted(path.parent.name for path in (_BUNDLED / self.name).glob("*/config.json"))
+        return tuple(names.get(folder, folder) for folder in found)
+
+    @property
     def how_to_get(self) -> str:
         """What to type."""
         return self.install or f"hf download {self.hub} --local-dir DIR, then load DIR"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -149,7 +150,12 @@ def loadable(
     named = _listing("Models by name", "name", "what it is", "licence", "on this machine")
     for entry, path in names:
         if not entry.hub:
-            what = Text(f"{entry.summary}\n{entry.note}")
+            lines = [entry.summary, entry.note]
+            if entry.bundled:
+                lines.append(f"comes with drafters: {', '.join(entry.bundled)}")
+            if entry.drafter:
+                lines.append(f"default drafter: {json.dumps(entry.drafter)}")
+            what = Text("\n").join(map(Text, lines))
             named.add_row(Text(entry.name), what, Text(entry.licence), _here(entry, path))
     formats = _listing("Models by path", "format", "what it needs")
     formats.add_row("Hugging Face folder", "config.json, *.safetensors, tokenizer.json for text")
@@ -161,6 +167,7 @@ def loadable(
     drafting = _listing("Drafters", "method", "options, as keys of the JSON object")
     for name, make in methods.items():
         drafting.add_row(Text(name), _options(make))
+    drafting.add_row(Text("any of these"), Text("verify_sizes"))
     verifying = _listing("Verification rules", "rule", "options, as keys of the JSON object")
     for name, make in rules.items():
         verifying.add_row(Text(name), _options(make))
