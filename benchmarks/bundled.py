@@ -17,6 +17,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,14 @@ from specjax.train.evaluation import evaluate_prompts, packed, read_groups
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 2}
 CHAIN = {"method": "eagle3", "num_speculative_tokens": 5}
 TREE = {"method": "eagle3", "tree": {"nodes": 24, "depth": 5, "top_k": 6}}
+# 20 nodes: a CPU pays for each.
+MEDUSA = [[i] for i in range(8)] + [[i, j] for i in range(3) for j in range(3)]
+MEDUSA += [[0, 0, 0], [0, 1, 0], [1, 0, 0]]
 CONFIGURATIONS: dict[str, Any] = {
     "lookup alone": "ngram",
     "eagle3, chain of 5": CHAIN,
     "eagle3, tree of 24": TREE,
-    "medusa, tree": "medusa",
+    "medusa, tree": {"method": "medusa", "choices": MEDUSA},
     "dflash": "dflash",
     "dspark": "dspark",
     "draft, chain of 5": {"method": "draft_model", "num_speculative_tokens": 5},
@@ -47,7 +51,7 @@ CONFIGURATIONS: dict[str, Any] = {
 
 def acceptance(
     model: str, names: list[str], groups: dict, tokens: int, rows: int
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """tau by group, and whether the texts are those of plain decoding."""
     plain = specjax.load(model, dtype="float32")
     ids = {
@@ -60,11 +64,10 @@ def acceptance(
     run = jax.jit(functools.partial(specjax.decode, max_new_tokens=tokens))
 
     def decode(params: specjax.Params, part: list[list[int]]) -> specjax.DecodeResult:
-        prompts, lengths = packed(part, 256 if max(map(len, part)) <= 256 else 2048, 4096)
+        prompts, lengths = packed(part, 256 if max(map(len, part)) <= 256 else 1024, 4096)
         return run(params, prompts, prompt_lengths=lengths)
 
     wanted = [np.asarray(decode(plain, part).tokens) for _, part in batches]
-    found = []
     for name in names:
         params = specjax.load(model, CONFIGURATIONS[name], dtype="float32").replace(
             target=plain.target
@@ -93,9 +96,8 @@ def acceptance(
             "seconds": round(time.monotonic() - begin, 1),
         }
         print(json.dumps(row), file=sys.stderr, flush=True)
-        found.append(row)
+        yield row
         jax.clear_caches()
-    return found
 
 
 def speed(model: str, names: list[str], groups: dict, tokens: int) -> list[dict[str, Any]]:
@@ -194,8 +196,11 @@ def main() -> None:
         "max_new_tokens": args.tokens,
         "lossless": True,
     }
-    if args.drafters:
-        report["acceptance"] = acceptance(args.model, args.drafters, groups, args.tokens, args.rows)
+    rows = acceptance(args.model, args.drafters, groups, args.tokens, args.rows)
+    for row in rows if args.drafters else ():
+        report["acceptance"] = [row]
+        if args.out:  # what is done is kept
+            args.out.write_text(json.dumps(with_others(report, args.out), indent=1) + "\n")
     if args.speed:
         few = read_groups(args.data, args.speed_limit)
         report["speed"] = speed(args.model, args.speed, few, args.tokens)
@@ -217,6 +222,8 @@ def with_others(report: dict[str, Any], path: Path | None) -> dict[str, Any]:
         named = {row["drafter"] for row in new}
         kept = [row for row in before.get(part, []) if row["drafter"] not in named]
         order = {name: i for i, name in enumerate(CONFIGURATIONS)}
+        if not new and not kept:
+            continue
         report[part] = sorted(kept + new, key=lambda row: order.get(row["drafter"], len(order)))
     return {**before, **report}
 

@@ -13,14 +13,14 @@ from specjax.cli.drafter_options import drafter_argument
 
 __all__ = ["DEMO_PROMPT", "app", "main"]
 
-# SmolLM2-135M answers it word by word, which is the best case for the ngram drafter.
+# SmolLM2-135M answers it word by word, which is the best case for prompt lookup.
 DEMO_PROMPT = """Repeat this text exactly:
 
 The lighthouse stands on a rock at the end of the bay. Every evening, the keeper climbs the stairs \
 and lights the lamp. Every morning, the keeper climbs the stairs and puts out the lamp. One night, \
 a storm came over the bay, and the lamp would not burn. The keeper rang the bell until the storm \
 was over, and every ship came home."""
-_DEMO_DRAFTER = {"method": "ngram", "num_speculative_tokens": 7}
+_DEMO_DRAFTER = {"method": "default"}
 
 app = typer.Typer(
     name="specjax",
