@@ -176,6 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--data", type=Path, required=True, help="prompts, as for specjax eval")
+    parser.add_argument("--groups", nargs="*", help="only these; default all")
     parser.add_argument("--limit", type=int, help="prompts of a group; default all")
     parser.add_argument("--speed-limit", type=int, default=2, help="the same for speed")
     parser.add_argument("--tokens", type=int, default=128)
@@ -187,7 +188,9 @@ def main() -> None:
     parser.add_argument("--no-chances", action="store_true")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
-    groups = read_groups(args.data, args.limit)
+    chosen = lambda name: args.groups is None or name in args.groups
+    some = lambda found: {k: v for k, v in found.items() if chosen(k)}
+    groups = some(read_groups(args.data, args.limit))
     report: dict[str, Any] = {
         "environment": environment(),
         "model": args.model,
@@ -202,7 +205,7 @@ def main() -> None:
         if args.out:  # what is done is kept
             args.out.write_text(json.dumps(with_others(report, args.out), indent=1) + "\n")
     if args.speed:
-        few = read_groups(args.data, args.speed_limit)
+        few = some(read_groups(args.data, args.speed_limit))
         report["speed"] = speed(args.model, args.speed, few, args.tokens)
     if not args.no_chances:
         report["temperature_1"] = chances(args.model, groups, args.tokens, args.rows)

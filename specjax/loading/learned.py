@@ -84,8 +84,10 @@ def own_drafter(method: str, target: Target) -> Path:
     found = checkpoints.bundled(own, method)
     if found is None:
         raise ValueError(
-            f'the drafter {method!r} needs "model", its checkpoint'
-            + (', "draft_layers" or "quantize"' if method == "draft_model" else "")
+            f"the drafter {method!r} needs "
+            + ('one of "model", ' if method == "draft_model" else '"model", ')
+            + "its checkpoint"
+            + (', "draft_layers" and "quantize"' if method == "draft_model" else "")
             + f": the target {own} holds none, and none comes with the package"
         )
     return found
