@@ -20,7 +20,7 @@ from measure import environment
 from specjax.train.texts import read_shards
 
 
-def stage(run: Path) -> dict[str, Any]:
+def stage(run: Path, tokens: int) -> dict[str, Any]:
     """One run."""
     job = json.loads((run / "job.json").read_text())
     lines = [json.loads(x) for x in (run / "training" / "curve.jsonl").read_text().splitlines()]
@@ -32,7 +32,7 @@ def stage(run: Path) -> dict[str, Any]:
         for line in lines
     ]
     return {
-        "command": command(job),
+        "command": command(job, tokens),
         "windows": settings["windows"],
         "tokens_seen": last["tokens"],
         "seconds": round(seconds),
@@ -57,10 +57,11 @@ def _product(values: list[float]) -> float:
     return result
 
 
-def command(job: dict[str, Any]) -> str:
+def command(job: dict[str, Any], tokens: int) -> str:
     """The command line that a run's settings mean."""
     parts = ["specjax", "train", "--target", job["target"], "--drafter", job["drafter"]]
-    parts += ["--out", "DIR", "--texts", "TEXTS", "--epochs", str(round(job["epochs"], 4))]
+    parts += ["--out", "DIR", "--texts", "TEXTS", "--tokens", str(tokens)]
+    parts += ["--epochs", str(round(job["epochs"], 4))]
     if job["draft_vocab"]:
         parts += ["--draft-vocab", str(job["draft_vocab"])]
     if job["start"] not in (None, "None"):
@@ -91,7 +92,7 @@ def main() -> None:
         drafters[method] = {
             "bytes": sum(f.stat().st_size for f in folder.iterdir() if f.suffix != ".md"),
             "texts": texts,
-            "stages": [stage(Path(run)) for run in runs.split(",")],
+            "stages": [stage(Path(run), texts["tokens"]) for run in runs.split(",")],
         }
     print(json.dumps({"environment": environment(), "drafters": drafters}, indent=1))
 

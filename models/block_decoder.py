@@ -123,7 +123,8 @@ class BlockDecoder(nnx.Module):
     def _mixed(self, embedded: Array, cache: Cache) -> Array:
         """What the slots start from, `[B, T, W]`; one that does not guess keeps its embedding."""
         values = cache.values[0]
-        at = jnp.maximum(cache.lengths - 1, 0)[:, None, None, None]
+        at = jnp.maximum(cache.lengths - 1, 0) % values.shape[2]  # in a ring, too
+        at = at[:, None, None, None]
         last = jnp.take_along_axis(values, at, axis=2).astype(jnp.float32)
         last = last.reshape(last.shape[0], -1)
         read = jnp.concatenate([self.token_norm(embedded[:, 0]), self.value_norm(last)], axis=-1)

@@ -168,7 +168,13 @@ def random_eagle(config: EagleConfig, key: Array, dtype: Any = jnp.float32) -> d
 
 @functools.cache
 def eagle_network(config: EagleConfig) -> FeatureNetwork:
-    """The pure functions of a configuration. Equal configurations give the same record."""
+    """The pure functions of a configuration. Equal configurations give the same record.
+
+    Raises:
+      ValueError: mixed, but not fused.
+    """
+    if config.mixed and not config.fused:
+        raise ValueError("mixed=True needs fused=True: an EAGLE-1 head is such a product already")
     parts = _functional(config)
 
     def forward(weights, embedded, hidden, positions, cache, mask, earlier=None) -> Forward:

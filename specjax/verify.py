@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -34,6 +35,8 @@ def verify_step(params: Params, cache: Cache, root: Array, proposal: Proposal) -
     """
     nodes = proposal.tokens.shape[1]
     sizes = (*params.drafter.sizes, nodes)
+    # With other sizes a pass could be too short for what is valid.
+    chex.assert_equal(sizes, tuple(sorted(set(sizes))))
     if len(sizes) == 1:
         scores = _scores(params, cache, root, proposal)
     else:

@@ -241,6 +241,11 @@ def _check_parts(first: Drafter, second: Drafter) -> None:
             raise ValueError(
                 f"{name} is {part.name}, which never drafts; use the other drafter alone"
             )
+        if part.sizes:
+            raise ValueError(
+                f"{name} is {part.name} with verify_sizes {list(part.sizes)}, which belong to the "
+                "drafter of both: drafts are verified together"
+            )
 
 
 def _branches(part: Drafter) -> bool:

@@ -78,12 +78,6 @@ def _both(
 
     def build(target: Target) -> tuple[Drafter, PyTree]:
         parts = one(target), other(target)
-        for name, (made, _) in zip(("first", "second"), parts, strict=True):
-            if made.sizes:
-                raise ValueError(
-                    f'"verify_sizes" belongs to the drafter {method!r}, not to its "{name}": '
-                    "drafts are verified together"
-                )
         made = make(*(drafter for drafter, _ in parts))
         return made, tuple(weights for _, weights in parts)
 

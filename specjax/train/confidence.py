@@ -154,5 +154,5 @@ def write_temperatures(folder: str | os.PathLike[str], temperatures: Sequence[fl
     config = json.loads(path.read_text("utf-8"))
     options = {**config["options"], "confidence_temperatures": [round(x, 4) for x in temperatures]}
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({**config, "options": options}, indent=2) + "\n", "utf-8")
+    part.write_text(json.dumps({**config, "options": options}, indent=1) + "\n", "utf-8")
     os.replace(part, path)

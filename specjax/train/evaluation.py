@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -192,9 +192,7 @@ def evaluate_prompts(
         raise ValueError("chances=True needs a temperature above 0, where drafts have a law")
     if chances:
         params = params.replace(drafter=judged(params.drafter))
-    # Inside a program of the caller's, prompts keep the width that they are given.
-    options = {"max_new_tokens": max_new_tokens, "sampling": Sampling(temperature=temperature)}
-    run = jax.jit(functools.partial(decode_recorded, **options))
+    run = _program(max_new_tokens, temperature)
     room = max(1, params.model.max_position - max_new_tokens)
     for name, texts in groups.items():
         # Prompts of like length share a batch, so that less of it is padding.
@@ -226,6 +224,15 @@ def evaluate_prompts(
                 judged=more[1].tolist() if chances else None,
             ),
         )
+
+
+@functools.lru_cache(maxsize=8)
+def _program(max_new_tokens: int, temperature: float) -> Callable[..., Any]:
+    """Inside a program of the caller's, prompts keep the width that they are given."""
+    sampling = Sampling(temperature=temperature)
+    return jax.jit(
+        functools.partial(decode_recorded, max_new_tokens=max_new_tokens, sampling=sampling)
+    )
 
 
 def packed(

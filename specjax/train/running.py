@@ -24,7 +24,7 @@ from specjax.train.recipe import frozen
 from specjax.train.recipes import PLANNERS, Plan, default_features
 from specjax.train.settings import agree
 from specjax.train.texts import Writing, read_shards, write_texts
-from specjax.train.training import Progress, Training, train
+from specjax.train.training import Progress, Training, has_checkpoint, train
 from specjax.train.windows import Batch, Windows, batch_at, held_out, open_windows, with_states
 from specjax.types import Params, PyTree
 
@@ -238,8 +238,8 @@ def _begun(
     fresh = plan.start(jax.random.key(job.training.get("seed", Training(steps=1).seed)))
     if job.start is not None:
         return _stored(job.start, job.drafter, params, plan, fresh, draft_ids)
-    if plan.fit is None or (job.out / "training" / "checkpoints").exists():
-        return fresh, draft_ids
+    if plan.fit is None or has_checkpoint(job.out / "training"):
+        return fresh, draft_ids  # what is restored replaces it
     count = min(len(windows.places), _FITTED // job.window) // _FIT_ROWS
     complete = jax.jit(functools.partial(with_states, params.model), static_argnums=2)
 

@@ -34,7 +34,16 @@ from specjax.train.settings import agree
 from specjax.train.windows import Batch, Windows, batch_at, with_states
 from specjax.types import Model, PyTree, record
 
-__all__ = ["Progress", "TrainState", "Training", "evaluate", "optimizer", "train", "train_step"]
+__all__ = [
+    "Progress",
+    "TrainState",
+    "Training",
+    "evaluate",
+    "has_checkpoint",
+    "optimizer",
+    "train",
+    "train_step",
+]
 
 
 @record
@@ -285,6 +294,12 @@ def train(
                     break
             manager.wait_until_finished()
     return state.weights, int(state.step) >= training.steps
+
+
+def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
+    """Whether `train` would go on from a checkpoint in the folder."""
+    saved = Path(folder) / "checkpoints"
+    return saved.is_dir() and any(ocp.utils.checkpoint_steps(saved))
 
 
 def _parts(batch: Batch, count: int, mesh: Mesh | None) -> Batch:

@@ -68,17 +68,25 @@ def test_folders_that_are_refused(tmp_path, changes, message):
         checkpoints.read_draft(_changed(tmp_path, **changes), toy.CONFIG)
 
 
-def test_the_default_drafter_is_the_registrys(tmp_path, monkeypatch):
-    target = toy.saved_target(tmp_path)
-    entry = registry.Entry(name="toy", summary="", licence="", note="", hub="x/toy")
+def _registered(tmp_path, monkeypatch, drafter=None):
+    """The toy target as an entry "toy" of the registry, with a place for bundled drafters."""
+    path = tmp_path / "target"
+    target = path if path.exists() else toy.saved_target(tmp_path)
+    about = {"summary": "", "licence": "", "note": "", "hub": "x/toy"}
+    entry = registry.Entry(name="toy", drafter=drafter, **about)
     monkeypatch.setattr(registry, "entries", lambda: {"toy": entry})
     monkeypatch.setattr(registry, "_locate", lambda found: target)
     monkeypatch.setattr(registry, "_BUNDLED", tmp_path / "bundled")
+    return target
+
+
+def test_the_default_drafter_is_the_registrys(tmp_path, monkeypatch):
+    target = _registered(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=r"no drafter is known to be the best for .*target"):
         specjax.load("toy", drafter="default")
     save_draft(tmp_path / "bundled/toy/medusa", "medusa", CONFIG, WEIGHTS, toy.CONFIG)
     both = {"method": "fallback", "first": "ngram", "second": "medusa", "verify_sizes": [0, 2]}
-    entry = entry._replace(drafter=both)
+    _registered(tmp_path, monkeypatch, both)
     params = specjax.load("toy", drafter="default")
     assert params.drafter.name == "fallback(ngram, medusa)"
     assert params.drafter.sizes == (0, 2)
@@ -86,11 +94,7 @@ def test_the_default_drafter_is_the_registrys(tmp_path, monkeypatch):
 
 
 def test_a_bundled_drafter_is_found_by_its_method_alone(tmp_path, monkeypatch):
-    target = toy.saved_target(tmp_path)
-    entry = registry.Entry(name="toy", summary="", licence="", note="", hub="x/toy")
-    monkeypatch.setattr(registry, "entries", lambda: {"toy": entry})
-    monkeypatch.setattr(registry, "_locate", lambda found: target)
-    monkeypatch.setattr(registry, "_BUNDLED", tmp_path / "bundled")
+    _registered(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="holds none, and none comes with the package"):
         specjax.load("toy", drafter="medusa")
     save_draft(tmp_path / "bundled/toy/medusa", "medusa", CONFIG, WEIGHTS, toy.CONFIG)

@@ -1,5 +1,7 @@
 """The closed form against numpy, and heads that start from it."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,8 @@ import specjax
 from specjax.train.choosing import choose
 from specjax.train.least_squares import least_squares, unit_rms
 from specjax.train.recipe import frozen
-from specjax.train.recipes import PLANNERS
-from specjax.train.windows import batch_at, open_windows
+from specjax.train.recipes import PLANNERS, Plan
+from specjax.train.windows import Batch, batch_at, open_windows
 from tests.train import toy
 
 
@@ -47,48 +49,58 @@ def test_nothing_to_fit():
         least_squares([(x, y, 0 * w)])
 
 
-def test_a_head_starts_as_the_linear_guess(tmp_path):
-    """Its first guesses are those of a fit by numpy, and better than an untrained head's."""
-    path = toy.saved_target(tmp_path)
-    params = specjax.load(path)
-    texts = toy.write_toy_texts(tmp_path / "texts")
-    plan = PLANNERS["eagle3"].plan(params, steps=2)
-    windows = open_windows(texts, 32, plan.recipe.features)
+class _Started(NamedTuple):
+    """A plan, batches of toy texts, and weights before and after the fit."""
+
+    params: specjax.Params
+    plan: Plan
+    batches: list[Batch]
+    fresh: dict
+    fitted: dict
+
+    def agreed(self, weights) -> np.ndarray:
+        """Share of places where the likeliest guess is the target's likeliest token, by slot."""
+        ids = np.arange(toy.CONFIG.vocab_size, dtype=np.int32)
+        choice = choose(ids, ids, ids, ids.size, [0])
+        args = frozen(self.params, ids)
+        sums = [
+            self.plan.recipe.loss(weights, args, batch, choice, jax.random.key(0))[1]
+            for batch in self.batches
+        ]
+        total = jax.tree.map(lambda *x: sum(x), *sums)
+        return np.asarray(total.agreed / total.places)
+
+
+def _started(folder, method, options) -> _Started:
+    params = specjax.load(toy.saved_target(folder))
+    plan = PLANNERS[method].plan(params, **options)
+    windows = open_windows(toy.write_toy_texts(folder / "texts"), 32, plan.recipe.features)
     batches = [batch_at(windows, i, 4) for i in range(len(windows.places) // 4)]
     fresh = plan.start(jax.random.key(0))
-    fitted = plan.fit(fresh, lambda: batches)
+    return _Started(params, plan, batches, fresh, plan.fit(fresh, lambda: batches))
 
-    size, last = toy.CONFIG.hidden_size, toy.CONFIG.num_layers
+
+def test_a_head_starts_as_the_linear_guess(tmp_path):
+    """Its first guesses are those of a fit by numpy, and better than an untrained head's."""
+    made = _started(tmp_path, "eagle3", {"steps": 2})
+    params, last = made.params, toy.CONFIG.num_layers
     rows, wanted = [], []
-    for batch in batches:
+    for batch in made.batches:
         tokens, texts_of = np.asarray(batch.tokens), np.asarray(batch.texts)
         for r, t in np.ndindex(tokens.shape[0], tokens.shape[1] - 2):
             if texts_of[r, t] == texts_of[r, t + 2] and batch.answer[r, t + 2]:
                 parts = [params.model.embed(params.target, jnp.asarray(tokens[r, t + 1]))]
-                parts += [batch.state(i)[r, t] for i in plan.recipe.features]
+                parts += [batch.state(i)[r, t] for i in made.plan.recipe.features]
                 rows.append(np.concatenate([np.asarray(unit_rms(x)) for x in parts]))
                 wanted.append(np.asarray(batch.state(last)[r, t + 1]))
     x, y = np.stack(rows), np.stack(wanted)
     guess = x @ np.linalg.lstsq(x, y, rcond=None)[0]
     explained = 1 - ((y - guess) ** 2).sum() / (y**2).sum()
-
-    ids = np.arange(toy.CONFIG.vocab_size, dtype=np.int32)
-    choice = choose(ids, ids, ids, ids.size, [0])
-
-    def agreed(weights):
-        sums = [
-            plan.recipe.loss(weights, frozen(params, ids), batch, choice, jax.random.key(0))[1]
-            for batch in batches
-        ]
-        total = jax.tree.map(lambda *x: sum(x), *sums)
-        return float(total.agreed[0] / total.places[0])
-
     head = np.asarray(params.target["head"]["weight"])
     linear = np.mean(np.argmax(guess @ head.T, axis=1) == np.argmax(y @ head.T, axis=1))
     assert explained > 0.3
-    assert agreed(fitted) == pytest.approx(linear, abs=0.05)
-    assert agreed(fitted) > agreed(fresh) + 0.2
-    assert size == fitted["fc"]["weight"].shape[0]
+    assert made.agreed(made.fitted)[0] == pytest.approx(linear, abs=0.05)
+    assert made.agreed(made.fitted)[0] > made.agreed(made.fresh)[0] + 0.2
 
 
 METHODS = {
@@ -100,27 +112,16 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_heads_and_blocks_start_as_linear_guesses(tmp_path, method):
-    """Of each slot; and from the start the first is about as good as an EAGLE head's."""
-    path = toy.saved_target(tmp_path)
-    params = specjax.load(path)
-    texts = toy.write_toy_texts(tmp_path / "texts")
-    plan = PLANNERS[method].plan(params, **METHODS[method])
-    windows = open_windows(texts, 32, plan.recipe.features)
-    batches = [batch_at(windows, i, 4) for i in range(len(windows.places) // 4)]
-    fresh = plan.start(jax.random.key(0))
-    fitted = plan.fit(fresh, lambda: batches)
-    same = jax.tree.map(lambda a, b: a.shape == b.shape, fresh, fitted)
+    made = _started(tmp_path, method, METHODS[method])
+    same = jax.tree.map(lambda a, b: a.shape == b.shape, made.fresh, made.fitted)
     assert all(jax.tree.leaves(same))
+    assert np.all(made.agreed(made.fitted)[:3] > made.agreed(made.fresh)[:3] + 0.4)
 
-    ids = np.arange(toy.CONFIG.vocab_size, dtype=np.int32)
-    choice = choose(ids, ids, ids, ids.size, [0])
 
-    def agreed(weights):
-        sums = [
-            plan.recipe.loss(weights, frozen(params, ids), batch, choice, jax.random.key(0))[1]
-            for batch in batches
-        ]
-        total = jax.tree.map(lambda *x: sum(x), *sums)
-        return np.asarray(total.agreed / total.places)
-
-    assert np.all(agreed(fitted)[:3] > agreed(fresh)[:3] + 0.4)
+def test_how_much_prompts_count_is_the_recipes_own(tmp_path):
+    a, b = (
+        _started(tmp_path / str(weight), "medusa", {"num_heads": 1, "prompt_weight": weight})
+        for weight in (0.0, 1.0)
+    )
+    differ = jax.tree.map(lambda x, y: bool(np.any(x != y)), a.fitted, b.fitted)
+    assert any(jax.tree.leaves(differ))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import specjax
 from specjax.cli.app import app
 from specjax.decoding import decode_recorded
-from specjax.train.evaluation import Report, evaluate_prompts, judged, read_groups
+from specjax.train.evaluation import Report, evaluate_prompts, judged, packed, read_groups
 from specjax.train.running import Job, stated_bytes, train_drafter
 from tests.train import toy
 
@@ -218,3 +218,39 @@ def test_training_goes_on_from_a_drafter(tmp_path):
         train_drafter(bad)
     with pytest.raises(ValueError, match="wanted draft_vocab=16"):
         train_drafter(job._replace(out=tmp_path / "four", draft_vocab=16))
+
+
+def test_a_run_that_stopped_before_its_first_checkpoint_begins_again(tmp_path):
+    """From the closed-form start, as if it had never run."""
+    target = toy.saved_target(tmp_path, chat=True)
+    job = Job(
+        target=str(target),
+        drafter="medusa",
+        out=tmp_path / "whole",
+        texts=tmp_path / "texts",
+        data=_file(tmp_path, [f"w{i} w{i + 1} w{2 * i}" for i in range(24)]),
+        tokens=2000,
+        window=32,
+        options={"num_heads": 2},
+        training=FAST,
+        writing={"rows": 16, "answer_tokens": 24},
+    )
+    train_drafter(job)
+    (tmp_path / "cut/training/checkpoints").mkdir(parents=True)
+    train_drafter(job._replace(out=tmp_path / "cut"))
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "training/curve.jsonl").open()]
+        for name in ("whole", "cut")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_prompts_share_few_widths():
+    prompts = [[1, 2, 3], [4] * 9]
+    tokens, lengths = packed(prompts, 4, 100)
+    assert tokens.shape == (2, 16)
+    assert lengths.tolist() == [3, 9]
+    assert tokens[0].tolist() == [1, 2, 3] + [0] * 13
+    assert packed(prompts, 32, 100)[0].shape == (2, 32)
+    assert packed(prompts, 4, 12)[0].shape == (2, 12)
+    assert packed(prompts, 4, 6)[0].shape == (2, 9)

@@ -108,7 +108,7 @@ def _eagle3(
         weights["norm"] = _softened(params)
         return weights
 
-    return Plan(recipe, start, functools.partial(fitted_eagle, params, made) if mixed else None)
+    return Plan(recipe, start, _fit(fitted_eagle, params, made, options) if mixed else None)
 
 
 def _eagle(
@@ -158,7 +158,7 @@ def _medusa(
         mixed=mixed,
     )
     recipe = medusa_recipe(params, made, **options)
-    fit = functools.partial(fitted_medusa, params, made) if mixed else None
+    fit = _fit(fitted_medusa, params, made, options) if mixed else None
     return Plan(recipe, lambda key: recipe.init(key, params), fit)
 
 
@@ -203,7 +203,7 @@ def _block(
         weights["norm"] = _softened(params)
         return weights
 
-    fit = functools.partial(fitted_blocks, params, made) if mixed else None
+    fit = _fit(fitted_blocks, params, made, options) if mixed else None
     return Plan(recipe, start, fit)
 
 
@@ -241,6 +241,12 @@ def _early_exit(
     exits = tuple(sorted({max(1, count // 2), count})) if exits is None else tuple(exits)
     recipe = early_exit_recipe(params, made, exits=exits, **options)
     return Plan(recipe, lambda key: recipe.init(key, params))
+
+
+def _fit(fitted: Callable[..., PyTree], params: Params, made: Any, options: Mapping[str, Any]):
+    """The closed-form start; of the recipe's options, how much prompts count is one of its own."""
+    weight = {k: v for k, v in options.items() if k == "prompt_weight"}
+    return functools.partial(fitted, params, made, **weight)
 
 
 def _softened(params: Params) -> PyTree:

@@ -33,7 +33,7 @@ from specjax.models.block_decoder import BlockConfig, block_network, random_bloc
 from specjax.train import losses
 from specjax.train.least_squares import unit_rms
 from specjax.train.recipe import Choice, Frozen, Guess, Recipe, laws, step_loss, worth
-from specjax.train.recipes.linear import ahead, solved, token_and_states
+from specjax.train.recipes.linear import solved, states_ahead, token_and_states
 from specjax.train.windows import Batch
 from specjax.types import BlockNetwork, Cache, Params
 
@@ -178,7 +178,7 @@ def fitted_blocks(
 
     def rows(target: Any, batch: Batch) -> tuple[Array, Array, Array]:
         x = token_and_states(params, target, batch, config.features)
-        return x, *ahead(batch, last, 1, prompt_weight)
+        return x, *states_ahead(batch, last, 1, prompt_weight)
 
     found, x, _ = solved(params.target, rows, batches())
     level = np.sqrt(np.mean((x @ found.T) ** 2, axis=-1)).mean()
@@ -190,7 +190,7 @@ def fitted_blocks(
     def again(target: Any, batch: Batch) -> tuple[Array, Array, Array]:
         x = token_and_states(params, target, batch, config.features)
         value = unit_rms(unit_rms(x[..., size:] @ fuse.T) @ kept.T)
-        y, here = ahead(batch, last, config.mixed, prompt_weight)
+        y, here = states_ahead(batch, last, config.mixed, prompt_weight)
         return jnp.concatenate([x[..., :size], value], axis=-1), y, here
 
     found, _, _ = solved(params.target, again, batches())

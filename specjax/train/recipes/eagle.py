@@ -38,7 +38,7 @@ from specjax.train.recipe import (
     step_loss,
     worth,
 )
-from specjax.train.recipes.linear import ahead, solved, token_and_states
+from specjax.train.recipes.linear import solved, states_ahead, token_and_states
 from specjax.train.windows import Batch
 from specjax.types import Block, Params
 
@@ -168,7 +168,7 @@ def fitted_eagle(
 
     def rows(target: Any, batch: Batch) -> tuple[Array, Array, Array]:
         x = token_and_states(params, target, batch, config.features)
-        return x, *ahead(batch, last, 1, prompt_weight)
+        return x, *states_ahead(batch, last, 1, prompt_weight)
 
     found, x, _ = solved(params.target, rows, batches())
     token, states = found[:, :size], found[:, size:]

@@ -17,20 +17,22 @@ from specjax.train.recipe import aligned, same_text, worth
 from specjax.train.windows import Batch
 from specjax.types import Params, PyTree
 
-__all__ = ["Rows", "ahead", "solved", "token_and_states"]
+__all__ = ["Rows", "solved", "states_ahead", "token_and_states"]
 
 # A batch to x [B, T, D] and y [B, T, n E], and how much each place counts [B, T].
 Rows = Callable[[PyTree, Batch], tuple[Array, Array, Array]]
 
 
-def token_and_states(params: Params, target: PyTree, batch: Batch, features: tuple[int, ...]):
+def token_and_states(
+    params: Params, target: PyTree, batch: Batch, features: tuple[int, ...]
+) -> Array:
     """The next token's embedding and the states here, each with a root mean square of 1."""
     token = params.model.embed(target, aligned(batch.tokens, 1))
     parts = [unit_rms(token), *(unit_rms(batch.state(i)) for i in features)]
     return jnp.concatenate(parts, axis=-1)
 
 
-def ahead(batch: Batch, last: int, count: int, prompt_weight: float) -> tuple[Array, Array]:
+def states_ahead(batch: Batch, last: int, count: int, prompt_weight: float) -> tuple[Array, Array]:
     """The `count` next states, `[B, T, count E]`, and how much places count that have them all."""
     goals = [aligned(batch.state(last), 1 + i) for i in range(count)]
     known = same_text(batch, 0, 1 + count) & aligned(batch.known, count)

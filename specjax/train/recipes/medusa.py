@@ -29,7 +29,7 @@ from specjax.train.recipe import (
     step_loss,
     worth,
 )
-from specjax.train.recipes.linear import ahead, solved
+from specjax.train.recipes.linear import solved, states_ahead
 from specjax.train.windows import Batch
 from specjax.types import Params
 
@@ -117,7 +117,7 @@ def fitted_medusa(
     last, size = params.model.config.num_layers, config.hidden_size
 
     def rows(target: Any, batch: Batch) -> tuple[Array, Array, Array]:
-        return batch.state(last), *ahead(batch, last, config.num_heads, prompt_weight)
+        return batch.state(last), *states_ahead(batch, last, config.num_heads, prompt_weight)
 
     found, _, _ = solved(params.target, rows, batches())
     heads = {
