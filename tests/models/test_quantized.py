@@ -393,7 +393,7 @@ def test_quantised_drafts(shared):
         ({"quantize": "int3"}, "quantize must be None or one of 'int8', 'int4', got 'int3'"),
         ({"quantize": 8}, "quantize must be None or one of"),
         ({"kv_cache": "int4"}, 'kv_cache must be None or "int8"'),
-        ({"drafter": {"method": "draft_model"}}, '"quantize" alone'),
+        ({"drafter": {"method": "draft_model"}}, 'needs one of "model", its checkpoint'),
         ({"drafter": {"method": "draft_model", "quantize": "fp8"}}, "got 'fp8'"),
         (
             {"drafter": {"method": "draft_model", "quantize": "int8"}, "quantize": "int8"},
