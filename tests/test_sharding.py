@@ -25,6 +25,15 @@ def test_decode_on_a_mesh(shape, drafter):
     jax.tree.map(np.testing.assert_array_equal, many, one)
 
 
+def test_passes_of_several_sizes_on_a_mesh():
+    params = tiny.params("ngram")
+    params = params.replace(drafter=specjax.drafters.sized(params.drafter, (0, 2)))
+    options = {"max_new_tokens": 20, "eos_ids": []}
+    one = specjax.decode(params, PROMPTS, **options)
+    many = specjax.decode(params, PROMPTS, mesh=jax.make_mesh((4, 2), ("data", "model")), **options)
+    jax.tree.map(np.testing.assert_array_equal, many, one)
+
+
 def test_load_onto_a_mesh(shared):
     folder = shared / "parity" / "hf-llama-untied"
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
