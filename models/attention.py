@@ -15,6 +15,8 @@ from specjax.types import PyTree, record
 
 __all__ = ["Attention", "KeysValues", "LatentAttention", "Pass", "attend", "joined"]
 
+_FEW_QUERIES = 64  # rows of a product with the keys
+
 Held = Array | QuantizedTensor
 KeysValues = tuple[Held, Held]
 
@@ -77,10 +79,10 @@ def attend(
         return s if softcap is None else softcap * jnp.tanh(s / softcap)
 
     def by_key(keys: Array) -> Array:
-        if jax.default_backend() != "cpu":
+        if jax.default_backend() != "cpu" or q.shape[2] > _FEW_QUERIES:
             return product("bgxd,bgsd->bgxs", q, keys)
-        # The long operand on the left: for a few queries XLA's CPU backend is twice as fast. The
-        # barrier keeps it from turning the product round again.
+        # The long operand on the left: for a few queries XLA's CPU backend is twice as fast, for
+        # many up to three times slower. The barrier keeps it from turning the product round again.
         turned = product("bgsd,bgxd->bgsx", keys, q.astype(keys.dtype))
         return jax.lax.optimization_barrier(turned).swapaxes(2, 3)
 
