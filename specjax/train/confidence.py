@@ -23,8 +23,7 @@ from specjax.analysis import (
     sequential_temperature_scaling,
     survival,
 )
-from specjax.decoding import decode_recorded
-from specjax.sampling import Sampling
+from specjax.train.evaluation import decoded
 from specjax.types import Context, Drafter, Outcome, Params, PyTree, record
 
 __all__ = ["Confidences", "calibrate", "calibration_error", "confidences", "write_temperatures"]
@@ -107,17 +106,10 @@ def confidences(
     """
     made = params.replace(drafter=_keeping(params.drafter, max_new_tokens))
     logits, stood = [], []
-    for at in range(0, len(prompts), rows):
-        part = prompts[at : at + rows]
-        result, state = decode_recorded(
-            made,
-            part,
-            max_new_tokens=max_new_tokens,
-            sampling=Sampling(temperature=temperature),
-            seed=seed + at,
-        )
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    for count, result, state in decoded(made, prompts, rows=rows, seed=seed, **options):
         kept, accepted = np.asarray(state.kept), np.asarray(state.accepted)
-        for row, rounds in enumerate(np.asarray(result.stats.rounds).tolist()):
+        for row, rounds in enumerate(np.asarray(result.stats.rounds)[:count].tolist()):
             chance = np.clip(kept[row, : rounds - 1], 1e-6, 1 - 1e-6)
             logits.append(np.log(chance) - np.log1p(-chance))
             slot = np.arange(chance.shape[1])[None, :]

@@ -25,9 +25,9 @@ from specjax.decoding import decode_recorded
 from specjax.sampling import Sampling
 from specjax.text import Prompt, encode_prompt
 from specjax.train.prompts import read_lines
-from specjax.types import Context, Drafter, Outcome, Params, PyTree, record
+from specjax.types import Context, DecodeResult, Drafter, Outcome, Params, PyTree, record
 
-__all__ = ["Group", "Report", "evaluate_prompts", "judged", "packed", "read_groups"]
+__all__ = ["Group", "Report", "decoded", "evaluate_prompts", "judged", "packed", "read_groups"]
 
 # Spec-Bench reports its eight categories of MT-bench as one group.
 _GROUPS = dict.fromkeys(
@@ -192,18 +192,13 @@ def evaluate_prompts(
         raise ValueError("chances=True needs a temperature above 0, where drafts have a law")
     if chances:
         params = params.replace(drafter=judged(params.drafter))
-    run = _program(max_new_tokens, temperature)
-    room = max(1, params.model.max_position - max_new_tokens)
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     for name, texts in groups.items():
         # Prompts of like length share a batch, so that less of it is padding.
         ids = sorted((_ids(params, text) for text in texts), key=len)
         parts = []
-        for at in range(0, len(ids), rows):
-            part = ids[at : at + rows]
-            tokens, lengths = packed(part, _WIDTH, room)
-            key = jax.random.key(seed + at)
-            result, state = run(params, tokens, prompt_lengths=lengths, key=key)
-            add = lambda x: np.asarray(x)[: len(part)].sum(axis=0)  # noqa: B023
+        for count, result, state in decoded(params, ids, rows=rows, seed=seed, **options):
+            add = lambda x: np.asarray(x)[:count].sum(axis=0)  # noqa: B023
             stats = result.stats
             sums = [add(result.lengths), add(stats.rounds), add(stats.accepted)]
             sums += [add(stats.proposed)]
@@ -224,6 +219,37 @@ def evaluate_prompts(
                 judged=more[1].tolist() if chances else None,
             ),
         )
+
+
+def decoded(
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    rows: int,
+    seed: int,
+) -> Iterator[tuple[int, DecodeResult, PyTree]]:
+    """Decodes prompts in batches of few widths, so that few programs are compiled.
+
+    Args:
+      params: from `specjax.load`, with a drafter.
+      prompts: token ids.
+      max_new_tokens: of each answer.
+      temperature: of target and drafts; 0 is greedy.
+      rows: prompts decoded at a time.
+      seed: of the sampling.
+
+    Yields:
+      Prompts of the batch, its result, and the drafter's last state.
+    """
+    run = _program(max_new_tokens, temperature)
+    room = max(1, params.model.max_position - max_new_tokens)
+    for at in range(0, len(prompts), rows):
+        part = prompts[at : at + rows]
+        tokens, lengths = packed(part, _WIDTH, room)
+        key = jax.random.key(seed + at)
+        yield len(part), *run(params, tokens, prompt_lengths=lengths, key=key)
 
 
 @functools.lru_cache(maxsize=8)
