@@ -32,17 +32,14 @@ from specjax.train.evaluation import evaluate_prompts, packed, read_groups
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 2}
 CHAIN = {"method": "eagle3", "num_speculative_tokens": 5}
 TREE = {"method": "eagle3", "tree": {"nodes": 24, "depth": 5, "top_k": 6}}
-# 20 nodes: a CPU pays for each.
-MEDUSA = [[i] for i in range(8)] + [[i, j] for i in range(3) for j in range(3)]
-MEDUSA += [[0, 0, 0], [0, 1, 0], [1, 0, 0]]
 CONFIGURATIONS: dict[str, Any] = {
     "lookup alone": "ngram",
     "eagle3, chain of 5": CHAIN,
     "eagle3, tree of 24": TREE,
-    "medusa, tree": {"method": "medusa", "choices": MEDUSA},
+    "medusa, tree": "medusa",
     "dflash": "dflash",
     "dspark": "dspark",
-    "draft, chain of 5": {"method": "draft_model", "num_speculative_tokens": 5},
+    "draft, chain of 5": "draft_model",
     "lookup, else eagle3 chain": {"method": "fallback", "first": LOOKUP, "second": CHAIN},
     "lookup and eagle3 tree, merged": {"method": "merged", "first": LOOKUP, "second": TREE},
     "default": "default",

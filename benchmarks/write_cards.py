@@ -32,7 +32,9 @@ def table(head: list[str], rows: list[list[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def tau_of(names: list[str], rows: dict[str, Any], measured: dict[str, Any]) -> list[str]:
+def tau_of(
+    method: str, names: list[str], rows: dict[str, Any], measured: dict[str, Any]
+) -> list[str]:
     """What the benchmark says."""
     groups = list(rows[names[0]]["groups"])
     tau = [[g, *(f"{rows[n]['groups'][g]:.2f}" for n in names)] for g in groups]
@@ -43,6 +45,8 @@ def tau_of(names: list[str], rows: dict[str, Any], measured: dict[str, Any]) -> 
         f"{measured['prompts_a_group']} prompts a group of `{measured['data']}` "
         f"(`benchmarks/bundled.py`; texts equal to plain decoding's: {equal}):",
         table(["group", *names], tau),
+        f"`uv run specjax eval {measured['data']} --drafter {method} "
+        f"--limit {measured['prompts_a_group']}` measures the first column again.",
     ]
 
 
@@ -80,7 +84,7 @@ def card(method: str, training: dict[str, Any], measured: dict[str, Any]) -> str
             ],
         ),
     ]
-    parts += tau_of(names, rows, measured)
+    parts += tau_of(name, names, rows, measured)
     # The default drafts with the EAGLE-3 head, where lookup finds nothing.
     fast = measured.get("speed", []) if method == "eagle3" else []
     if fast:

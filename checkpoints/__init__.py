@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specjax.checkpoints.draft_reading import DraftCheckpoint, draft_format, read_draft
-from specjax.checkpoints.draft_writing import save_draft
+from specjax.checkpoints.draft_writing import save_draft, set_options
 from specjax.checkpoints.orbax_folder import verify
 from specjax.checkpoints.reading import Checkpoint, read
 from specjax.checkpoints.registry import available, bundled, default_drafter, resolve
@@ -25,5 +25,6 @@ __all__ = [
     "resolve",
     "save",
     "save_draft",
+    "set_options",
     "verify",
 ]

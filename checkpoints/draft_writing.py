@@ -18,7 +18,7 @@ from specjax.models.config import DecoderConfig
 from specjax.models.functional import leaves
 from specjax.models.own_drafts import NETWORKS, written_config
 
-__all__ = ["save_draft"]
+__all__ = ["save_draft", "set_options"]
 
 _ONE_FILE = 1 << 62
 
@@ -83,6 +83,21 @@ def save_draft(
         (made / "config.json").write_text(json.dumps(content, indent=1) + "\n", "utf-8")
         write_shards(made, tensors, _ONE_FILE)
     return path
+
+
+def set_options(path: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
+    """Puts options of drafting into the folder of a drafter: `specjax.load` takes them as defaults.
+
+    Args:
+      path: what `save_draft` wrote.
+      options: those of the method, as `specjax.load` takes them. They replace what is there.
+    """
+    file = Path(path) / "config.json"
+    config = json.loads(file.read_text("utf-8"))
+    config["options"] = {**config["options"], **options}
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    os.replace(part, file)
 
 
 def _tensor(key: str, leaf: Any, matrix: np.dtype) -> Outgoing:

@@ -103,7 +103,7 @@ def _weights(found: checkpoints.DraftCheckpoint, axes: Any, target: Target) -> P
 
 def within_target(
     path: Path, target: Target, bits: int | None, layers: int | None
-) -> tuple[Model, PyTree]:
+) -> tuple[Model, PyTree, Mapping[str, Any]]:
     """A trained draft model, whose embedding and head are the target's: the arrays are shared.
 
     Args:
@@ -111,6 +111,9 @@ def within_target(
       target: the model it drafts for.
       bits: of its own matrices; None: as they are.
       layers: how many of its layers are used; None: all.
+
+    Returns:
+      The model, its weights, and what its folder says of drafting.
     """
     found = checkpoints.read_draft(path, target.loaded.config, "draft_model", target.how.dtype)
     whole = decoder_model(found.config, kv_cache=target.how.kv_cache)
@@ -123,7 +126,7 @@ def within_target(
     if target.how.mesh is not None:
         weights = sharding.place_axes(model.logical_axes, weights, target.how.mesh)
     shared = {part: target.loaded.weights[part] for part in found.from_target.values()}
-    return model, {**weights, **shared}
+    return model, {**weights, **shared}, found.options
 
 
 def _eagle(

@@ -50,7 +50,6 @@ def _draft_model(
     paths: int = 1,
 ) -> _Build:
     tree = tree_of(tree, num_speculative_tokens)
-    depth = 4 if num_speculative_tokens is None else num_speculative_tokens
     if model is not None:
         _check_draft_exists(model)
     own = model is not None and learned.method_of(model) == "draft_model"
@@ -67,7 +66,10 @@ def _draft_model(
     ):
         raise ValueError(f"draft_layers must be an integer, got {draft_layers!r}")
 
-    def make(network: Model, mapped: bool = False) -> Drafter:
+    def make(network: Model, says: Mapping[str, Any], mapped: bool = False) -> Drafter:
+        depth = num_speculative_tokens
+        if depth is None:
+            depth = says.get("num_speculative_tokens", 4)
         if tree is None and paths == 1:
             return drafters.draft_model(network, depth, mapped=mapped)
         options = {"tree": tree, "paths": paths, "mapped": mapped}
@@ -76,8 +78,8 @@ def _draft_model(
     def build(target: Target) -> tuple[Drafter, PyTree]:
         if bundled:
             path = learned.own_drafter("draft_model", target)
-            draft, weights = learned.within_target(path, target, None, None)
-            return make(draft), weights
+            draft, weights, says = learned.within_target(path, target, None, None)
+            return make(draft, says), weights
         if model is None:
             config, weights = target.loaded.config, target.loaded.weights
             if draft_layers is not None:
@@ -90,13 +92,13 @@ def _draft_model(
             early = decoder_model(config, kv_cache=target.how.kv_cache)
             if bits is not None:
                 weights = _inbits_of(early, weights, bits, target.how.mesh)
-            return make(early), weights
+            return make(early, {}), weights
         if own:
-            draft, weights = learned.within_target(Path(model), target, bits, draft_layers)
-            return make(draft), weights
+            draft, weights, says = learned.within_target(Path(model), target, bits, draft_layers)
+            return make(draft, says), weights
         draft = read(model, target.how._replace(bits=bits))
         ids = _vocabulary_map(draft, target.loaded)
-        return make(draft.model, ids is not None), draft.weights if ids is None else (
+        return make(draft.model, {}, ids is not None), draft.weights if ids is None else (
             draft.weights,
             ids,
         )

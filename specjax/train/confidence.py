@@ -7,10 +7,8 @@ cut, the confidences and how far the draft stood are kept.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +21,7 @@ from specjax.analysis import (
     sequential_temperature_scaling,
     survival,
 )
+from specjax.checkpoints import set_options
 from specjax.train.evaluation import decoded
 from specjax.types import Context, Drafter, Outcome, Params, PyTree, record
 
@@ -142,9 +141,5 @@ def calibration_error(
 
 def write_temperatures(folder: str | os.PathLike[str], temperatures: Sequence[float]) -> None:
     """Puts the temperatures among the options of a drafter's folder, for `specjax.load`."""
-    path = Path(folder) / "config.json"
-    config = json.loads(path.read_text("utf-8"))
-    options = {**config["options"], "confidence_temperatures": [round(x, 4) for x in temperatures]}
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({**config, "options": options}, indent=1) + "\n", "utf-8")
-    os.replace(part, path)
+    found = [round(x, 4) for x in temperatures]
+    set_options(folder, {"confidence_temperatures": found})

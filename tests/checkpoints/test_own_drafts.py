@@ -10,8 +10,9 @@ import pytest
 
 import specjax
 from specjax import checkpoints
-from specjax.checkpoints import registry, save_draft
+from specjax.checkpoints import registry, save_draft, set_options
 from specjax.models.medusa import MedusaConfig, random_weights
+from specjax.train.recipes import PLANNERS
 from tests.train import toy
 
 CONFIG = MedusaConfig(
@@ -102,3 +103,30 @@ def test_a_bundled_drafter_is_found_by_its_method_alone(tmp_path, monkeypatch):
     assert params.drafter.name == "medusa"
     folder = tmp_path / "bundled/toy/medusa"
     assert specjax.load("toy", drafter=folder).drafter == params.drafter
+
+
+def test_a_folder_may_say_how_it_drafts(tmp_path):
+    target, folder = toy.saved_target(tmp_path), _saved(tmp_path)
+    default = specjax.load(target, drafter=folder).drafter
+    set_options(folder, {"choices": [[0], [1], [0, 0]]})
+    drafter = specjax.load(target, drafter=folder).drafter
+    assert (drafter.nodes, drafter.depth) == (3, 2)
+    assert default.nodes > 3
+    # What the caller says goes first.
+    chain = specjax.load(target, drafter={"method": "medusa", "model": folder, "choices": 1})
+    assert chain.drafter.nodes == 1
+
+
+def test_a_draft_models_folder_may_say_how_far_it_drafts(tmp_path):
+    target, loaded = toy.saved_target(tmp_path), toy.toy_target()
+    plan = PLANNERS["draft_model"].plan(loaded)
+    weights = plan.start(jax.random.key(0))
+    plan.recipe.save(tmp_path / "draft", weights, np.arange(toy.CONFIG.vocab_size))
+    depth = lambda **more: (
+        specjax.load(
+            target, drafter={"method": "draft_model", "model": tmp_path / "draft", **more}
+        ).drafter.depth
+    )
+    assert depth() == 4
+    set_options(tmp_path / "draft", {"num_speculative_tokens": 2})
+    assert (depth(), depth(num_speculative_tokens=3)) == (2, 3)
