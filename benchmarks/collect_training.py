@@ -1,10 +1,11 @@
 """What training logged, as JSON: data, settings, and the curve of agreement against tokens.
 
     uv run python benchmarks/collect_training.py --bundled checkpoints/bundled/smollm2-135m \\
-        eagle3=RUN1,RUN2 medusa=RUN3 > benchmarks/results/training.json
+        --texts TEXTS --out benchmarks/results/training.json eagle3=RUN1@332443,RUN2 medusa=RUN3
 
 A run is a folder that `specjax train` made; several are stages, each of which went on from the one
-before.
+before. One that had fewer tokens of texts than there are now says so behind an @. What the file
+holds of other drafters is kept.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from measure import environment
+from measure import environment, write_report
 
 from specjax.train.texts import read_shards
 
 
-def stage(run: Path, tokens: int) -> dict[str, Any]:
-    """One run."""
+def stage(text: str, tokens: int) -> dict[str, Any]:
+    """One run, `RUN` or `RUN@TOKENS`."""
+    name, _, fewer = text.partition("@")
+    run, tokens = Path(name), int(fewer or tokens)
     job = json.loads((run / "job.json").read_text())
     lines = [json.loads(x) for x in (run / "training" / "curve.jsonl").read_text().splitlines()]
     settings = json.loads((run / "training" / "training.json").read_text())
@@ -75,9 +78,11 @@ def command(job: dict[str, Any], tokens: int) -> str:
 def main() -> None:
     """Reads the runs, prints JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", help="METHOD=RUN[,RUN ...]")
+    parser.add_argument("runs", nargs="+", help="METHOD=RUN[@TOKENS][,RUN ...]")
     parser.add_argument("--bundled", type=Path, required=True)
     parser.add_argument("--texts", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--note", help="for the cards of these drafters")
     args = parser.parse_args()
     shards = list(read_shards(args.texts))
     texts = {
@@ -85,16 +90,17 @@ def main() -> None:
         "conversations": sum(len(shard.lengths) for shard in shards),
         "kinds": sorted({shard.kind for shard in shards}),
     }
-    drafters = {}
+    report = json.loads(args.out.read_text()) if args.out.exists() else {"drafters": {}}
     for text in args.runs:
         method, _, runs = text.partition("=")
         folder = args.bundled / method
-        drafters[method] = {
+        report["drafters"][method] = {
             "bytes": sum(f.stat().st_size for f in folder.iterdir() if f.suffix != ".md"),
             "texts": texts,
-            "stages": [stage(Path(run), texts["tokens"]) for run in runs.split(",")],
+            "stages": [stage(run, texts["tokens"]) for run in runs.split(",")],
+            **({"note": args.note} if args.note else {}),
         }
-    print(json.dumps({"environment": environment(), "drafters": drafters}, indent=1))
+    write_report({**report, "environment": environment()}, args.out)
 
 
 if __name__ == "__main__":

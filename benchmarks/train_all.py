@@ -97,7 +97,7 @@ def main() -> None:
         final = args.out / name
         if not final.exists():
             shutil.copytree(made, final)
-            set_options(final, DRAFTING.get(name, {}))
+        set_options(final, DRAFTING.get(name, {}))
         size = sum(file.stat().st_size for file in final.iterdir())
         progress = last[0].progress if last else None
         row = {
