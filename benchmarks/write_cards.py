@@ -96,7 +96,6 @@ def card(method: str, training: dict[str, Any], measured: dict[str, Any]) -> str
                 [[g, *(f"{row['groups'][g]:.2f}" for row in fast)] for g in fast[0]["groups"]]
                 + [["mean over groups", *(f"{row['ratio']:.2f}" for row in fast)]],
             ),
-            *(row["note"] for row in fast if "note" in row),
         ]
     if training.get("note"):
         parts.append(training["note"])
