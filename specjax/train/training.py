@@ -290,7 +290,7 @@ def train(
                 if last or (step + 1) % training.save_every == 0:
                     curve.flush()
                     manager.save(step + 1, args=ocp.args.StandardSave(state), force=last)
-                if stop.asked:
+                if last:
                     break
             manager.wait_until_finished()
     return state.weights, int(state.step) >= training.steps

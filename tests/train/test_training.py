@@ -38,7 +38,15 @@ def texts(tmp_path_factory):
     return toy.write_toy_texts(tmp_path_factory.mktemp("texts"), shards=8, rows=32)
 
 
-def _train(texts: Path, folder: Path, settings: Training, mesh=None, method="eagle3", **options):
+def _train(
+    texts: Path,
+    folder: Path,
+    settings: Training,
+    mesh=None,
+    method="eagle3",
+    report=lambda line: None,
+    **options,
+):
     params = toy.toy_target()
     plan = PLANNERS[method].plan(params, **options)
     windows, held = held_out(open_windows(texts, 48, plan.recipe.features), 0.1)
@@ -53,6 +61,7 @@ def _train(texts: Path, folder: Path, settings: Training, mesh=None, method="eag
         folder,
         frequent=np.arange(4),
         mesh=mesh,
+        report=report,
     )
     return plan, weights, finished
 
@@ -152,6 +161,23 @@ def test_a_signal_stops_after_the_step_in_progress(texts, whole, tmp_path):
     assert _process(texts, tmp_path).wait(300) == 0
     steps = lambda folder: [line for line in _curve(folder) if not line["measured"]]
     assert steps(tmp_path) == steps(whole)
+
+
+def test_a_signal_while_the_held_out_windows_are_measured_loses_no_step(texts, tmp_path):
+    """The step in which it came has no checkpoint of its own; the next one ends the run with one."""
+
+    def report(line):
+        if line.measured and line.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    settings = SETTINGS._replace(measure_every=2)
+    _, _, finished = _train(
+        texts, tmp_path, settings, method="medusa", report=report, num_heads=2
+    )
+    assert not finished
+    assert _curve(tmp_path)[-1]["step"] == 3
+    assert _curve(tmp_path)[-1]["measured"]
+    assert (tmp_path / "checkpoints" / "3").is_dir()
 
 
 def test_a_recipe_of_two_minutes_reaches_its_tau(texts, tmp_path):
