@@ -91,22 +91,26 @@ def block_recipe(
         at = _anchors(key, batch, anchors)  # [B, A]
         fused = network.fuse(weights, tuple(batch.state(i) for i in config.features))
         context = network.project(weights, fused, network.init_cache(weights, count, 0))
-        each = lambda x: jnp.repeat(x, anchors, axis=0)  # rows of windows to rows of blocks
-        cache = Cache(
-            keys=tuple(each(x) for x in context.keys),
-            values=tuple(each(x) for x in context.values),
-            lengths=at.reshape(-1),
-        )
         root = jnp.take_along_axis(batch.tokens, at, axis=1).reshape(-1, 1)
         block = jnp.pad(
             root, ((0, 0), (0, config.block_size - 1)), constant_values=config.mask_token_id
         )
         embed = functools.partial(params.model.embed, frozen.target)
-        hidden = network.forward(weights, network.embed(weights, embed, block), cache)
+        embedded = network.embed(weights, embed, block)
+
+        def forward(embedded: Array, lengths: Array) -> Array:
+            seen = Cache(keys=context.keys, values=context.values, lengths=lengths)
+            return network.forward(weights, embedded, seen)
+
+        # All blocks of a window share its keys, each as far as its anchor.
+        split = embedded.reshape(count, anchors, *embedded.shape[1:])
+        hidden = jax.vmap(forward, in_axes=1, out_axes=1)(split, at)
+        hidden = hidden.reshape(-1, *hidden.shape[2:])
 
         places = _places(batch, at, first + ahead, slots)
-        states = jnp.repeat(batch.state(last), anchors, axis=0)
-        states = jnp.take_along_axis(states, places.before[..., None], axis=1)
+        before = places.before.reshape(count, -1, 1)
+        states = jnp.take_along_axis(batch.state(last), before, axis=1)
+        states = states.reshape(*places.before.shape, -1)
         rows = weights["head"]["weight"] if own_head else None
         target, draft = laws(frozen, decoder, choice, hidden[:, first:], states, rows)
         tokens = places.tokens
