@@ -3,8 +3,8 @@
     uv run python benchmarks/train_all.py --out trained --scale 1.0
 
 At scale 1 that is 20 million tokens, meant for one large GPU; --scale 0.001 rehearses it on a CPU.
-Each drafter goes to OUT/METHOD, with training's log beside it in OUT/METHOD-run, and a summary as
-JSON to standard output. What is done is not done again, so that a run that was stopped goes on.
+Each drafter goes to OUT/METHOD, with the log of each stage in OUT/METHOD-run-STAGE, and a summary
+as JSON to standard output. What is done is not done again: a run that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from specjax.train.running import Job, Stage, train_drafter
 
 TOKENS = 20_000_000
 LARGEST = 14_000_000  # bytes of a drafter
-# Sizes that keep each drafter below LARGEST in bfloat16.
+# Sizes that keep each drafter below LARGEST in bfloat16, and what its stages differ in: the share
+# of the epochs, and options. Nothing counts behind a wrong first guess, so a block network learns
+# that one first, at nearly every place of a window, and then whole blocks.
+DENSE = (0.5, {"block_size": 2, "anchors": 380})
+BLOCKS = (0.5, {"anchors": 96})
 DRAFTERS = {
-    "eagle3": {"steps": 4, "num_kv_heads": 9},
-    "medusa": {"num_heads": 4, "num_layers": 1},
-    "dflash": {"intermediate_size": 1024},
-    "dspark": {"intermediate_size": 512, "markov_rank": 16},
-    "draft_model": {"layers": (0, 29), "intermediate_size": 1408},
+    "eagle3": ({"num_kv_heads": 9}, [(0.5, {"steps": 1}), (0.5, {"steps": 4})]),
+    "medusa": ({"num_heads": 4, "num_layers": 1}, [(1.0, {})]),
+    "dflash": ({"intermediate_size": 1024}, [DENSE, BLOCKS]),
+    "dspark": ({"intermediate_size": 512, "markov_rank": 16}, [DENSE, BLOCKS]),
+    "draft_model": ({"layers": (0, 29), "intermediate_size": 1408}, [(1.0, {})]),
 }
 # How those draft whose method's own default is not for them: 20 nodes, a CPU pays for each.
 DRAFTING = {
@@ -72,28 +76,32 @@ def main() -> None:
         start = time.monotonic()
         stages: dict[str, float] = {}
         last: list[Stage] = []
+        sizes, parts = DRAFTERS[name]
+        made: Path | None = None
+        for number, (share, options) in enumerate(parts):
 
-        def watch(stage: Stage) -> None:
-            stages[stage.name] = time.monotonic() - start  # noqa: B023
-            last[:] = [stage]  # noqa: B023
+            def watch(stage: Stage, number: int = number) -> None:
+                stages[f"{number}: {stage.name}"] = time.monotonic() - start  # noqa: B023
+                last[:] = [stage]  # noqa: B023
 
-        made = train_drafter(
-            Job(
-                target=args.target,
-                drafter=name,
-                out=args.out / f"{name}-run",
-                texts=args.out / "texts",
-                tokens=round(TOKENS * args.scale),
-                epochs=args.epochs,
-                options=DRAFTERS[name],
-                training=training(args.scale),
-                writing=writing(args.scale),
-                online=True,
-            ),
-            watch,
-        )
-        if made is None:
-            sys.exit(130)
+            made = train_drafter(
+                Job(
+                    target=args.target,
+                    drafter=name,
+                    out=args.out / f"{name}-run-{number}",
+                    texts=args.out / "texts",
+                    start=made,
+                    tokens=round(TOKENS * args.scale),
+                    epochs=args.epochs * share,
+                    options={**sizes, **options},
+                    training=training(args.scale),
+                    writing=writing(args.scale),
+                    online=True,
+                ),
+                watch,
+            )
+            if made is None:
+                sys.exit(130)
         final = args.out / name
         if not final.exists():
             shutil.copytree(made, final)

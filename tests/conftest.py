@@ -8,7 +8,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",  # most of the time here is compilation
+        # Most of the time here is compilation.
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
     ]
 )
 
@@ -20,7 +22,7 @@ SHARED = ROOT.parent / "shared"
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)

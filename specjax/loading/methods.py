@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -59,51 +59,61 @@ def _draft_model(
             'drafter "draft_model" takes "model" (a checkpoint) or "draft_layers" (how many of the '
             f"target's first layers), not both; got model={model!r}, draft_layers={draft_layers}"
         )
-    bundled = model is None and draft_layers is None and quantize is None
     bits = bits_of(quantize)
     if draft_layers is not None and (
         not isinstance(draft_layers, int) or isinstance(draft_layers, bool)
     ):
         raise ValueError(f"draft_layers must be an integer, got {draft_layers!r}")
 
-    def make(network: Model, says: Mapping[str, Any], mapped: bool = False) -> Drafter:
+    def found(target: Target) -> _Draft:
+        if own:
+            return _Draft(*learned.within_target(Path(model), target, bits, draft_layers))
+        if model is not None:
+            draft = read(model, target.how._replace(bits=bits))
+            return _Draft(draft.model, draft.weights, {}, _vocabulary_map(draft, target.loaded))
+        if draft_layers is None and quantize is None:
+            path = learned.own_drafter("draft_model", target)
+            return _Draft(*learned.within_target(path, target, None, None))
+        return _of_target(target, draft_layers, quantize)
+
+    def build(target: Target) -> tuple[Drafter, PyTree]:
+        network, weights, says, ids = found(target)
         depth = num_speculative_tokens
         if depth is None:
             depth = says.get("num_speculative_tokens", 4)
+        mapped = ids is not None
         if tree is None and paths == 1:
-            return drafters.draft_model(network, depth, mapped=mapped)
-        options = {"tree": tree, "paths": paths, "mapped": mapped}
-        return drafters.draft_tree(network, depth, **options)
-
-    def build(target: Target) -> tuple[Drafter, PyTree]:
-        if bundled:
-            path = learned.own_drafter("draft_model", target)
-            draft, weights, says = learned.within_target(path, target, None, None)
-            return make(draft, says), weights
-        if model is None:
-            config, weights = target.loaded.config, target.loaded.weights
-            if draft_layers is not None:
-                config, weights = first_layers(config, weights, draft_layers)
-            elif target.how.bits is not None and target.how.bits <= bits:
-                raise ValueError(
-                    f"the draft would be the target itself: quantize={quantize!r} of the drafter "
-                    "needs a target of more bits, or a draft_layers"
-                )
-            early = decoder_model(config, kv_cache=target.how.kv_cache)
-            if bits is not None:
-                weights = _inbits_of(early, weights, bits, target.how.mesh)
-            return make(early, {}), weights
-        if own:
-            draft, weights, says = learned.within_target(Path(model), target, bits, draft_layers)
-            return make(draft, says), weights
-        draft = read(model, target.how._replace(bits=bits))
-        ids = _vocabulary_map(draft, target.loaded)
-        return make(draft.model, {}, ids is not None), draft.weights if ids is None else (
-            draft.weights,
-            ids,
-        )
+            drafter = drafters.draft_model(network, depth, mapped=mapped)
+        else:
+            drafter = drafters.draft_tree(network, depth, tree=tree, paths=paths, mapped=mapped)
+        return drafter, (weights, ids) if mapped else weights
 
     return build
+
+
+class _Draft(NamedTuple):
+    """A draft model, wherever it is from."""
+
+    network: Model
+    weights: PyTree
+    says: Mapping[str, Any]  # options that its folder gives
+    ids: drafters.VocabularyMap | None = None
+
+
+def _of_target(target: Target, layers: int | None, quantize: str | None) -> _Draft:
+    """The target's first layers, or the target in fewer bits, or both."""
+    config, weights, bits = target.loaded.config, target.loaded.weights, bits_of(quantize)
+    if layers is not None:
+        config, weights = first_layers(config, weights, layers)
+    elif target.how.bits is not None and target.how.bits <= bits:
+        raise ValueError(
+            f"the draft would be the target itself: quantize={quantize!r} of the drafter needs a "
+            "target of more bits, or a draft_layers"
+        )
+    early = decoder_model(config, kv_cache=target.how.kv_cache)
+    if bits is not None:
+        weights = _inbits_of(early, weights, bits, target.how.mesh)
+    return _Draft(early, weights, {})
 
 
 def _inbits_of(model: Model, weights: PyTree, bits: int, mesh: Mesh | None) -> PyTree:
