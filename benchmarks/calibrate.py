@@ -84,6 +84,10 @@ def main() -> None:
     report = {
         "environment": environment(),
         "model": args.model,
+        "settings": {
+            name: getattr(args, name)
+            for name in ("shards", "each", "longest", "limit", "tokens", "rows")
+        },
         "temperature": 1.0,
         "temperatures": [round(x, 4) for x in temperatures],
         "fitted_rounds": len(fitted.logits),

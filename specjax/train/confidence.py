@@ -120,9 +120,19 @@ def confidences(
     )
 
 
-def calibrate(found: Confidences) -> tuple[float, ...]:
-    """Temperatures for `confidence_temperatures`, by sequential temperature scaling."""
-    return tuple(float(x) for x in sequential_temperature_scaling(found.logits, found.stood))
+def calibrate(found: Confidences, *, least: int = 200) -> tuple[float, ...]:
+    """Temperatures for `confidence_temperatures`, by sequential temperature scaling.
+
+    Args:
+      found: rounds.
+      least: a slot that fewer of them reached says too little of itself, and keeps 1.
+    """
+    reached = np.concatenate([[len(found.stood)], found.stood.sum(axis=0)[:-1]])
+    enough = int(np.sum(reached >= least))  # these are the first ones
+    if not enough:
+        return (1.0,) * len(reached)
+    some = sequential_temperature_scaling(found.logits[:, :enough], found.stood[:, :enough])
+    return (*(float(x) for x in some), *(1.0,) * (len(reached) - enough))
 
 
 def calibration_error(

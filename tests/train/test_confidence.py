@@ -72,6 +72,20 @@ def test_temperatures_undo_what_was_wrong(tmp_path):
     assert calibration_error(made[1], temperatures).max() < 0.02
 
 
+def test_slots_that_hardly_a_draft_reaches_keep_their_temperature():
+    draw = np.random.default_rng(1)
+    logits = np.stack([draw.normal(size=4000) - 3, draw.normal(size=4000)], axis=1)
+    stood = np.cumprod(draw.random(logits.shape) < 1 / (1 + np.exp(-logits)), axis=1)
+    assert 100 < stood[:, 0].sum() < 1000
+    found = Confidences((2 * logits).astype(np.float32), stood)
+    reached = int(stood[:, 0].sum())
+    first, second = calibrate(found, least=reached + 1)
+    assert second == 1.0
+    assert calibrate(found, least=reached)[0] == first
+    assert calibrate(found, least=reached)[1] > 1.5
+    assert calibrate(found, least=4001) == (1.0, 1.0)
+
+
 def test_a_folder_takes_its_temperatures(tmp_path):
     target = toy.saved_target(tmp_path)
     layer = dataclasses.replace(toy.CONFIG, num_layers=1)

@@ -164,16 +164,14 @@ def test_a_signal_stops_after_the_step_in_progress(texts, whole, tmp_path):
 
 
 def test_a_signal_while_the_held_out_windows_are_measured_loses_no_step(texts, tmp_path):
-    """The step in which it came has no checkpoint of its own; the next one ends the run with one."""
+    """That step has no checkpoint of its own: the next one ends the run with one."""
 
     def report(line):
         if line.measured and line.step == 2:
             signal.raise_signal(signal.SIGTERM)
 
     settings = SETTINGS._replace(measure_every=2)
-    _, _, finished = _train(
-        texts, tmp_path, settings, method="medusa", report=report, num_heads=2
-    )
+    _, _, finished = _train(texts, tmp_path, settings, method="medusa", report=report, num_heads=2)
     assert not finished
     assert _curve(tmp_path)[-1]["step"] == 3
     assert _curve(tmp_path)[-1]["measured"]
