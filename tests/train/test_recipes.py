@@ -215,6 +215,17 @@ def test_options_that_cannot_be(method, options, message):
         PLANNERS[method].plan(toy.toy_target(), **options)
 
 
+def test_a_window_has_places_for_so_many_anchors(target):
+    params = specjax.load(target)
+    plan = PLANNERS["dflash"].plan(params, **{**BLOCK, "anchors": 15})
+    tokens = np.random.default_rng(1).integers(0, V, 16)
+    batch, ids = _shown(params, tokens, plan.recipe.features), np.arange(V, dtype=np.int32)
+    choice = choose(tokens, ids, np.zeros(0, int), V, [0])
+    weights = plan.start(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"anchors=15 .* window of 16 tokens: at most 14"):
+        plan.recipe.guesses(weights, frozen(params, ids), batch, choice, jax.random.key(0))
+
+
 def test_a_dropped_layer_adds_nothing(target):
     from specjax.train.recipes.early_exit import _without
 

@@ -59,7 +59,7 @@ def block_recipe(
       config: the network. Its head, if it has one of its own, is the target's rows of the draft's
         tokens.
       own_head: that head is trained, too.
-      anchors: blocks a window.
+      anchors: blocks a window, at most its tokens less two.
       gamma: slot k counts exp(-k / gamma), so that early slots, which all later ones depend on,
         count most.
       cross_entropy: weight of -sum p log q.
@@ -68,7 +68,8 @@ def block_recipe(
       prompt_weight: of tokens that are not answers.
 
     Raises:
-      ValueError: a weight for a confidence head that is not there.
+      ValueError: a weight for a confidence head that is not there; in `guesses`, more anchors than
+        a window has places.
     """
     if confidence and not config.confidence:
         raise ValueError(f"confidence={confidence} needs a network with a confidence head")
@@ -247,6 +248,11 @@ def _places(batch: Batch, at: Array, ahead: int, slots: int) -> _Places:
 def _anchors(key: Array, batch: Batch, count: int) -> Array:
     """Places with a context, `[B, A]`: answers first, others if there are not enough."""
     length = batch.tokens.shape[1]
+    if count > length - 2:
+        raise ValueError(
+            f"anchors={count} is more than the places of a window of {length} tokens: "
+            f"at most {length - 2}"
+        )
     place = jnp.arange(length)[None, :]
     usable = (place > 0) & (place < length - 1)
     # A block on the last token before an answer is how every answer begins.
