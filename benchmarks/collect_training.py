@@ -5,7 +5,8 @@
 
 A run is a folder that `specjax train` made; several are stages, each of which went on from the one
 before. One that had fewer tokens of texts than there are now says so behind an @. What the file
-holds of other drafters is kept.
+holds of other drafters is kept. With --more the runs went on from those that the file holds, on
+texts of their own.
 """
 
 from __future__ import annotations
@@ -75,6 +76,15 @@ def command(job: dict[str, Any], tokens: int) -> str:
     return shlex.join(parts)
 
 
+def joined(before: dict[str, Any], texts: dict[str, Any]) -> dict[str, Any]:
+    """Both texts counted together."""
+    return {
+        "tokens": before.get("tokens", 0) + texts["tokens"],
+        "conversations": before.get("conversations", 0) + texts["conversations"],
+        "kinds": sorted({*before.get("kinds", []), *texts["kinds"]}),
+    }
+
+
 def main() -> None:
     """Reads the runs, prints JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -83,6 +93,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--note", help="for the cards of these drafters")
+    parser.add_argument("--more", action="store_true", help="stages behind those in the file")
     args = parser.parse_args()
     shards = list(read_shards(args.texts))
     texts = {
@@ -94,11 +105,13 @@ def main() -> None:
     for text in args.runs:
         method, _, runs = text.partition("=")
         folder = args.bundled / method
+        before = report["drafters"][method] if args.more else {"texts": {}, "stages": []}
+        note = args.note or before.get("note")
         report["drafters"][method] = {
             "bytes": sum(f.stat().st_size for f in folder.iterdir() if f.suffix != ".md"),
-            "texts": texts,
-            "stages": [stage(run, texts["tokens"]) for run in runs.split(",")],
-            **({"note": args.note} if args.note else {}),
+            "texts": joined(before["texts"], texts),
+            "stages": before["stages"] + [stage(run, texts["tokens"]) for run in runs.split(",")],
+            **({"note": note} if note else {}),
         }
     write_report({**report, "environment": environment()}, args.out)
 
